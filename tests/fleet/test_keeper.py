@@ -55,6 +55,32 @@ def test_a_bucket_that_is_emptied_has_one_leader_again_that_counts_what_is_there
     second.close()
 
 
+def test_who_begins_an_emptied_bucket_with_the_leaders_term_is_no_second_leader(memory, clock):
+    """The leader lists before it writes, and the highest term there is its own; only the object says whose it is."""
+    first = keeper_of(memory, clock)
+    turn(clock, first, times=3)
+    memory.delete([info.path for info in memory.list("")])
+    fresh = keeper_of(memory, clock)
+    turn(clock, fresh)
+    assert [keeper.figures()["role"] for keeper in (first, fresh)] == ["leader", "leader"], "this test shows nothing"
+    turn(clock, first, fresh, times=int(PACE.expiry_s) + 5)
+    assert sorted(keeper.figures()["role"] for keeper in (first, fresh)) == ["follower", "leader"]
+    first.close()
+    fresh.close()
+
+
+def test_a_single_writer_whose_bucket_is_emptied_is_told_of_no_other_server(memory, clock, caplog):
+    keeper = keeper_of(memory, clock, is_single_writer=True)
+    turn(clock, keeper, times=3)
+    memory.delete([info.path for info in memory.list("")])
+    with caplog.at_level(logging.INFO):
+        turn(clock, keeper, times=3)
+    assert "the lease is gone from the bucket" in caplog.text
+    assert "another server" not in caplog.text
+    assert keeper.figures()["role"] == "leader"
+    keeper.close()
+
+
 def test_a_lone_server_may_put_after_its_first_turn(store, clock):
     keeper = keeper_of(store, clock)
     with pytest.raises(CapacityExceeded, match="no leader"):

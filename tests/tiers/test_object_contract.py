@@ -381,6 +381,27 @@ def test_records_are_looked_at_seldom_and_only_where_blobs_were_put(store, monke
     assert asked == [f"{CHAIN.namespace.hex()}/namespace.json"]
 
 
+def test_records_that_cannot_be_looked_at_are_looked_at_later(store, monkeypatch):
+    clock = FakeClock()
+    tier = ObjectTier(store, monotonic=clock.monotonic)
+    path = f"{CHAIN.namespace.hex()}/namespace.json"
+    tier.describe(CHAIN.namespace, b'{"a":1}')
+    tier.put(CHAIN.name(0), CHAIN.blob(0).view())
+    store.delete([path])
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "head", refuse)
+        clock.advance(DESCRIBED_CHECK_S)
+        tier.flush()
+    assert store.get(path) is None
+    clock.advance(DESCRIBED_CHECK_S)
+    tier.flush()
+    assert store.get(path) == b'{"a":1}'
+
+
+def refuse(*_: object) -> None:
+    raise TierUnavailable("refused")
+
+
 def test_close_waits_for_calls_in_flight(store, monkeypatch):
     keeper = RecordingKeeper()
     tier = ObjectTier(store, keeper=keeper)

@@ -359,8 +359,10 @@ class BucketKeeper:
     def _lead(self, term_led: LeaderTerm) -> None:
         term_led.advance(self._member, self._budget, self._namespaces)
         if self._lease.term is None:
-            _log.info("another server leads the bucket now. server=%s", self.server_id)
-            if self._config.is_single_writer and not self._was_overtaken:
+            is_overtaken = self._lease.was_overtaken
+            reason = "another server leads the bucket now" if is_overtaken else "the lease is gone from the bucket"
+            _log.info("this server leads no more: %s. server=%s", reason, self.server_id)
+            if is_overtaken and self._config.is_single_writer and not self._was_overtaken:
                 self._was_overtaken = True
                 _log.warning(
                     "single_writer is set, but another server writes to this bucket: unset it on both, or give each a "

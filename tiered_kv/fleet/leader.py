@@ -78,7 +78,7 @@ class LeaderTerm:
             if not self._lease.check():
                 return False
             self._lease.renew(self._limits, own, grants, is_tight=ledger.is_tight())
-        if not self._lease.check():
+        if not self._lease.check(has_renewed=True):
             return False
         if own:
             budget.grant(ledger.granted_to(own), self._lease.confirmed_at)

@@ -64,6 +64,8 @@ class Lease:
         self._seen: tuple[int, bytes, float] | None = None
         self._counter = 0
         self._highest_term = 0
+        self.was_overtaken = False
+        """Whether the last term was lost to another server; else its object was gone."""
         self._renewed_at = float("-inf")
         self.confirmed_at = float("-inf")
         """Sending time of the last renewal after which a LIST showed no higher term."""
@@ -122,16 +124,19 @@ class Lease:
         """Whether the lease was renewed lately enough to grant and delete on its strength."""
         return self._clock() - self._renewed_at < self._timing.expiry_s / 2
 
-    def check(self) -> bool:
+    def check(self, *, has_renewed: bool = False) -> bool:
         """Whether no higher term exists; if one does, or this one's object is gone, this server leads no more.
 
-        A bucket that is emptied has no leader, and another server may begin with the same term.
+        A bucket that is emptied has no leader, and another server may begin with the same term. So the object is read,
+        unless it was written just now (``has_renewed``).
         """
         if self.term is None:
             return False
         renewed_at = self._renewed_at
         terms = self._terms()
-        if max(terms, default=0) != self.term or not (self.may_act() or self._is_held()):
+        highest = max(terms, default=0)
+        if highest != self.term or not (has_renewed or self._is_held()):
+            self.was_overtaken = highest >= self.term
             self.term = None
             return False
         self.confirmed_at = renewed_at
@@ -141,7 +146,7 @@ class Lease:
         return True
 
     def _is_held(self) -> bool:
-        """Whether the term's object is still this server's, after a rest in which it may have gone and come again."""
+        """Whether the term's object is this server's: it may have gone, and come again as another's."""
         assert self.term is not None
         content = decode(fetch(self._store, lease_path(self.term)) or b"", Term)
         return content is not None and content.holder == self._server_id

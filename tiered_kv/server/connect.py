@@ -80,20 +80,21 @@ def find_server(config: Config, deadline_s: float | None = None) -> socket.socke
     if config.server is not None:
         return _named_server(config.server, deadline_s)
     root = server_directory(config)
-    reason = ""
+    reason = other = ""
     while True:
         info = read_info(root)
         sock = connect(info.socket) if info is not None else None
         if sock is not None:
             return sock
         if time.monotonic() > deadline_s:
-            if info is not None and not os.path.exists(info.socket):
+            if other and info is not None and not os.path.exists(info.socket):
                 reason = f"its socket is not seen from here; containers share its directory (XDG_RUNTIME_DIR). {reason}"
             raise TierUnavailable(
                 f"no cache server answered. directory={root} waited_s={config.start_timeout_s:g}: {reason}"
             )
         try:
-            reason = _start(config, deadline_s) or reason
+            other = _start(config, deadline_s)
+            reason = other or reason
         except TimeoutError:
             reason = reason or "the one that was started may still be reading its directory"
         time.sleep(RETRY_S)

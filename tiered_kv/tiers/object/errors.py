@@ -99,6 +99,8 @@ _BY_CLASS: Final[dict[str, str]] = {
     "InvalidRegionError": "this is no region; check the option region of storage_uri or AWS_REGION",
     "CredentialUnavailableError": f"no credentials were found; {_AZURE_KEY}",
     "ClientAuthenticationError": f"credentials could not be fetched; {_AZURE_KEY}",
+    "OtherFileSystem": "the directory is on another file system than before; check that it is mounted, and restart the "
+    "server if that is meant",
     "NotAStore": "what answers there is no S3 server; check endpoint_url and what is between here and the store",
     "NotGoogles": "what answers there is no object store; check the network and what is between here and the store",
 }
@@ -174,6 +176,10 @@ class MissingBucket(OSError):
 
 class MissingFile(OSError):
     """A file that an option names cannot be read; has the option's name."""
+
+
+class OtherFileSystem(OSError):
+    """A shared directory is not on the file system on which it was: its mount went away, or is another."""
 
 
 class NoIdentity(OSError):
@@ -339,7 +345,7 @@ def _of_identity(cause: BaseException, bucket: str) -> str:
         return f"credentials could not be fetched: {cause.filename}: {cause.strerror}; check the profile and AWS_*"
     names = {base.__name__ for base in type(cause).__mro__}
     known = next((words for name, words in _BY_CLASS.items() if name in names), None)
-    return known or f"credentials could not be fetched: {explain(cause, bucket)}"
+    return known or f"the client or its credentials could not be had: {explain(cause, bucket)}"
 
 
 def _local(exc: BaseException) -> str | None:

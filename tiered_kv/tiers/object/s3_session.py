@@ -10,6 +10,8 @@ deadline. And a program that a cancelled call was waiting for goes on running.
 
 import asyncio
 import contextlib
+import os
+import signal
 from typing import Any, Final
 
 from aiobotocore.credentials import AioCredentials, AioProcessProvider
@@ -23,6 +25,10 @@ FRESH_S: Final = 30.0
 
 ENDING_FRESH_S: Final = 1.0
 """The same where they expire within ``FRESH_S``: whoever gives them has others in a moment."""
+
+
+RENEWAL_S: Final = 2.0
+"""How long a call waits for others while it has some that have not expired: its own deadline is for the store."""
 
 
 class SeldomSession(AioSession):  # type: ignore[misc]
@@ -43,7 +49,7 @@ class SeldomSession(AioSession):  # type: ignore[misc]
         return self._seldom
 
     def _end_programs(self) -> None:
-        """Have a profile's ``credential_process`` ended with the call that waits for it."""
+        """Have a profile's ``credential_process`` ended with the call that waits for it; no source profile's."""
         providers = self.get_component("credential_provider").providers
         for index, provider in enumerate(providers):
             if type(provider) is AioProcessProvider:
@@ -57,7 +63,7 @@ class SeldomSession(AioSession):  # type: ignore[misc]
 class SeldomCredentials(AioCredentials):  # type: ignore[misc]
     """Credentials that are asked for again after a while, not before every request.
 
-    Where renewing fails those that have not expired stay in use.
+    Where renewing fails or hangs those that have not expired stay in use.
 
     Threads: the loop's.
     """
@@ -74,12 +80,14 @@ class SeldomCredentials(AioCredentials):  # type: ignore[misc]
         async with self._asking:
             if (fresh := self._fresh()) is not None:
                 return fresh
+            in_force = None if self._kept is None or self._expires_within(0) else self._kept[0]
             try:
-                found = await self._found.get_frozen_credentials()
+                async with asyncio.timeout(None if in_force is None else RENEWAL_S):
+                    found = await self._found.get_frozen_credentials()
             except Exception:
-                if self._kept is None or self._expires_within(0):
+                if in_force is None or self._expires_within(0):
                     raise
-                found = self._kept[0]
+                found = in_force
             self._kept = found, Deadline(ENDING_FRESH_S if self._expires_within(FRESH_S) else FRESH_S)
             return found
 
@@ -92,7 +100,7 @@ class SeldomCredentials(AioCredentials):  # type: ignore[misc]
 
 
 async def _start_program(*command: str, **pipes: Any) -> "_Program":
-    return _Program(await asyncio.create_subprocess_exec(*command, **pipes))
+    return _Program(await asyncio.create_subprocess_exec(*command, **pipes, start_new_session=True))
 
 
 class _Program:
@@ -111,4 +119,4 @@ class _Program:
         finally:
             if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
+                    os.killpg(self._process.pid, signal.SIGKILL)  # what it started holds its pipes, too

@@ -14,10 +14,11 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from tiered_kv.tiers.disk.files import is_own_file
+from tiered_kv.tiers.object.errors import OtherFileSystem
 from tiered_kv.tiers.object.medium import CallRunner, Deadline, ListPage, ObjectInfo, check_expected, check_size
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class SharedDirectory:
         self._runner = CallRunner(timeout_s)
         self._sweep_lock = threading.Lock()
         self._next_sweep_s = 0.0
-        self._device: int | None = None  # of the file system on which the directory was found last
+        self._found: tuple[int, int] | None = None  # number of its file system, and of its directory for writes
 
     def get(self, path: str, length: int | None, size_max: int | None) -> bytes:
         return self._runner.run(self._get, path, length, size_max)
@@ -73,7 +74,7 @@ class SharedDirectory:
         """Nothing is held open between calls."""
 
     def _get(self, path: str, length: int | None, size_max: int | None) -> bytes:
-        with open(self._full(path), "rb") as file:
+        with self._own_answer(), open(self._full(path), "rb") as file:
             if length is not None:
                 return file.read(length)
             check_size(path, os.fstat(file.fileno()).st_size, size_max)
@@ -84,6 +85,7 @@ class SharedDirectory:
         self._sweep_now_and_then()
         place = self._full(path)
         self._make_directories(os.path.dirname(path))
+        self._note(os.stat(self._full(TEMPORARY)))
         host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:32]
         temporary = self._full(f"{TEMPORARY}/{host}-{os.getpid()}-{uuid.uuid4().hex}")
         try:
@@ -100,17 +102,20 @@ class SharedDirectory:
                 os.unlink(temporary)
 
     def _head(self, path: str) -> ObjectInfo:
-        found = os.stat(self._full(path))
+        with self._own_answer():
+            found = os.stat(self._full(path))
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(path)
         return ObjectInfo(path, found.st_size, found.st_mtime)
 
     def _page(self, prefix: str, cursor: object | None) -> ListPage:
         """One directory per page: the cursor holds those still to be read."""
+        if cursor is None:
+            self._refuse_another_file_system()
         pending = list(cursor) if isinstance(cursor, tuple) else [prefix.rpartition("/")[0]]
         directory = pending.pop()
         objects: list[ObjectInfo] = []
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._full(directory)) as entries:
+        with contextlib.suppress(FileNotFoundError), self._own_answer(), os.scandir(self._full(directory)) as entries:
             for entry in entries:
                 path = f"{directory}/{entry.name}" if directory else entry.name
                 with contextlib.suppress(FileNotFoundError):  # deleted between the listing and here
@@ -124,28 +129,60 @@ class SharedDirectory:
 
     def _delete(self, paths: Sequence[str]) -> None:
         for path in paths:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError), self._own_answer():
                 os.unlink(self._full(path))
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
-    def _refuse_another_file_system(self) -> None:
-        """Write nothing below a mount that went away: that is this machine's own disk, which nobody limits.
+    @contextlib.contextmanager
+    def _own_answer(self) -> Iterator[None]:
+        """That something is not there is the directory's word only while it is where it was."""
+        try:
+            yield
+        except FileNotFoundError:
+            self._refuse_another_file_system()
+            raise
 
-        A mount that comes back may have another number, and has our directories.
+    def _refuse_another_file_system(self) -> None:
+        """Take what lies below a mount that went away for nothing of ours: it is this machine's own disk.
+
+        Nobody limits what is written there, and what is not there would be forgotten.
 
         Raises:
-            FileNotFoundError: The directory is not on the file system on which it was, or its parent is not there.
+            OtherFileSystem: The directory is not where it was found.
         """
+        if self._found is None:
+            return
         try:
-            found = os.stat(self._root)
+            self._note(os.stat(self._full(TEMPORARY)))
         except FileNotFoundError:
-            found = os.stat(os.path.dirname(self._root))
-        if self._device is None or os.path.isdir(self._full(TEMPORARY)):
-            self._device = found.st_dev
-        elif found.st_dev != self._device:
-            raise FileNotFoundError(errno.ENOENT, "it is on another file system than before", self._root)
+            if self._device_of_root() != self._found[0]:  # else somebody has deleted what was in it
+                raise self._other_file_system() from None
+
+    def _device_of_root(self) -> int | None:
+        """Number of the file system on which the directory is or would be made; None: on none."""
+        for place in (self._root, os.path.dirname(self._root)):
+            with contextlib.suppress(FileNotFoundError):
+                return os.stat(place).st_dev
+        return None
+
+    def _note(self, writes: os.stat_result) -> None:
+        """Note where the directory for writes is.
+
+        A mount that comes back may have another number, and has our directory by its own number; what an earlier server
+        left below the mount has another.
+
+        Raises:
+            OtherFileSystem: It is another one.
+        """
+        here = writes.st_dev, writes.st_ino
+        if self._found is not None and here[0] != self._found[0] and here[1] != self._found[1]:
+            raise self._other_file_system()
+        self._found = here
+
+    def _other_file_system(self) -> OtherFileSystem:
+        return OtherFileSystem(errno.ESTALE, "it is on another file system than before", self._root)
 
     def _make_directories(self, path: str) -> None:
         """Make what is missing below the root. Of the root only its last part: a mount that is not there stays so."""

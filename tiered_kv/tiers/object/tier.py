@@ -5,6 +5,7 @@ a ``Keeper`` (``fleet``) does, together with the other servers that share the bu
 (``tiers/object/store.py``) and, like every tier, verifies no payload (``tiers/wrappers``).
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -22,12 +23,17 @@ from tiered_kv.tiers.object.errors import is_full
 from tiered_kv.tiers.object.medium import ObjectInfo
 from tiered_kv.tiers.object.store import ObjectStore
 
+logger = logging.getLogger(__name__)
+
 SCAN_CONCURRENCY: Final = 8
 """Headers that a scan reads at once."""
 
 DESCRIBED_CHECK_S: Final = 600.0
 """Between looks, a HEAD each, at whether namespaces that blobs were put into still have their record: a bucket may be
 emptied, and a server goes on for weeks."""
+
+DESCRIBED_MAX: Final = 1024
+"""Namespaces whose records are remembered for that, some KiB each: every reset opens a new one."""
 
 
 class Keeper(Protocol):
@@ -239,10 +245,7 @@ class ObjectTier(Tier):
                 self._keeper.turn()
             if self._unchecked and self._monotonic() >= self._check_s:
                 self._check_s = self._monotonic() + DESCRIBED_CHECK_S
-                with self._state:
-                    unchecked, self._unchecked = self._unchecked, set()
-                for namespace in unchecked & self._described.keys():
-                    self._describe(namespace, self._described[namespace])
+                self._describe_again()
 
     def describe(self, namespace: bytes, record: bytes) -> None:
         if self._keeper is not None:
@@ -250,6 +253,22 @@ class ObjectTier(Tier):
         with self._using():
             self._describe(namespace, record)
             self._described[namespace] = record
+            while len(self._described) > DESCRIBED_MAX:
+                self._described.pop(next(iter(self._described)))
+
+    def _describe_again(self) -> None:
+        """Look at the records of namespaces that blobs were put into; what cannot be asked for stays due."""
+        with self._state:
+            unchecked = list(self._unchecked)
+        for namespace in unchecked:
+            if (record := self._described.get(namespace)) is not None:
+                try:
+                    self._describe(namespace, record)
+                except TierUnavailable as exc:
+                    logger.warning("whether namespaces have their records is asked again later: %s", exc)
+                    return
+            with self._state:
+                self._unchecked.discard(namespace)
 
     def _describe(self, namespace: bytes, record: bytes) -> None:
         path = f"{namespace.hex()}/namespace.json"
