@@ -3,6 +3,8 @@
 import errno
 import socket
 import ssl
+import time
+from email.utils import formatdate
 
 import pytest
 from aiohttp import ClientPayloadError, ServerDisconnectedError
@@ -10,6 +12,8 @@ from botocore import exceptions as boto
 from s3fs.errors import translate_boto_error
 
 from tests.kit.missing import needed
+from tests.kit.raw_server import RawServer
+from tiered_kv.errors import TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object.errors import (
     IncompleteRead,
@@ -80,6 +84,22 @@ def test_an_answer_of_the_store_is_put_into_words(code, status, expected):
     error = answered(code, status)
     assert code_of(error) == code and status_of(error) == status
     assert expected in explain(error, "bkt")
+
+
+@pytest.mark.parametrize(
+    ("off_s", "expected"),
+    [(3600.0, "clock is too far from the store's"), (-3600.0, "clock is too far"), (60.0, "refuses these credentials")],
+)
+def test_a_head_that_is_refused_for_the_clock_says_so(off_s, expected):
+    """Its answer has no body, so only the date in it tells."""
+    said = formatdate(time.time() + off_s, usegmt=True)
+    forbidden = f"HTTP/1.1 403 Forbidden\r\nDate: {said}\r\nContent-Length: 0\r\n\r\n".encode()
+    with RawServer(lambda _: forbidden) as server:
+        location = parse_location("s3://bucket/p", {"endpoint_url": server.url, "key": "k", "secret": "s"})
+        store = ObjectStore(location)
+        with pytest.raises(TierUnavailable, match=expected):
+            store.head("x")
+        store.close()
 
 
 @pytest.mark.parametrize(
@@ -188,9 +208,9 @@ def test_a_loop_of_causes_ends():
         (FileNotFoundError(errno.ENOENT, "No such file", "/token"), "fetched: /token: No such file; check the profile"),
         (
             boto.ConnectTimeoutError(endpoint_url="http://h"),
-            "credentials could not be fetched: the store did not answer",
+            "the client or its credentials could not be had: the store did not answer",
         ),
-        (ValueError("no JSON"), "credentials could not be fetched: ValueError: no JSON"),
+        (ValueError("no JSON"), "the client or its credentials could not be had: ValueError: no JSON"),
     ],
 )
 def test_what_keeps_us_from_asking_is_put_into_words_and_is_no_answer_of_the_store(cause, expected):

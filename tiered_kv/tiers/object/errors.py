@@ -5,9 +5,11 @@ every fsspec backend brings its own exceptions. Shows no text of the store longe
 ``tiers/object/store.py`` and ``tiers/object/tier.py``.
 """
 
+import email.utils
 import errno
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Final
@@ -27,6 +29,7 @@ _ELSEWHERE = (
     "what answers there sends requests elsewhere: check endpoint_url (http in place of https), "
     "or the bucket is in another region: the option region of storage_uri or AWS_REGION"
 )
+_CLOCK = "this machine's clock is too far from the store's; set the clock (NTP)"
 _SLOW = "the store asks for fewer requests; lower storage_concurrency if this stays"
 _AZURE_KEY = "check account_name, account_key and sas_token in storage_options, or AZURE_STORAGE_* in the environment"
 
@@ -48,7 +51,7 @@ _BY_CODE: Final[dict[str, str]] = {
     "TokenRefreshRequired": _EXPIRED,
     "InvalidToken": _SESSION,
     "InvalidTokenId": _SESSION,  # MinIO's, also of one that has expired
-    "RequestTimeTooSkewed": "this machine's clock is too far from the store's; set the clock (NTP)",
+    "RequestTimeTooSkewed": _CLOCK,
     "PermanentRedirect": _REGION,
     "TemporaryRedirect": _REGION,
     "301": _ELSEWHERE,
@@ -104,6 +107,9 @@ _BY_CLASS: Final[dict[str, str]] = {
     "NotAStore": "what answers there is no S3 server; check endpoint_url and what is between here and the store",
     "NotGoogles": "what answers there is no object store; check the network and what is between here and the store",
 }
+
+_SKEW_S: Final = 840.0
+"""S3 refuses what is signed 15 minutes early or late."""
 
 _UNKNOWN_CODES = frozenset(
     {
@@ -323,6 +329,8 @@ def explain(exc: BaseException, bucket: str) -> str:
         return f"there is no bucket or container {bucket!r}; create it or mend storage_uri"
     if code in _FULL_CODES or is_full(exc):
         return "the store has no room left"
+    if code == "403" and _is_skewed(exc):
+        return _CLOCK  # a HEAD is answered with a number and no more
     known = _BY_CODE.get(code)
     if known is not None:
         return known if not code or code.isdigit() else f"{known} ({code})"
@@ -331,6 +339,17 @@ def explain(exc: BaseException, bucket: str) -> str:
     if str(status) in _BY_CODE:
         return f"{_BY_CODE[str(status)]} ({code or status})"
     return _local(exc) or f"{type(exc).__name__}: {_line(exc)}"
+
+
+def _is_skewed(exc: BaseException) -> bool:
+    """Whether the store's answer has a date so far from this machine's that it takes nothing that is signed here."""
+    for one in chain(exc):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):
+            said = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
+            parsed = email.utils.parsedate_tz(said)
+            return parsed is not None and abs(email.utils.mktime_tz(parsed) - time.time()) > _SKEW_S
+    return False
 
 
 def _of_identity(cause: BaseException, bucket: str) -> str:
