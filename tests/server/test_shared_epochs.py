@@ -256,7 +256,7 @@ def test_an_engine_that_dies_before_its_session_opens_leaves_no_answer_to_the_ne
 
 
 def test_a_bucket_that_does_not_answer_gives_an_epoch_of_this_machine_alone(machine: Any, caplog) -> None:
-    unreachable = ObjectStore(NOBODY, timeout_s=2)
+    unreachable = ObjectStore(NOBODY, timeout_s=10)  # botocore asks twice, a second apart
     a, b = machine("a", unreachable), machine("b", unreachable)
     with caplog.at_level(logging.WARNING):
         epochs = [a.ask(), b.ask()]

@@ -140,6 +140,10 @@ def test_body_can_be_hashed_for_whoever_wants_signed_payloads(s3: S3, prefix: st
     assert stored(s3, prefix, "x") == data
 
 
+def _nothing(*_: object, **__: object) -> None:
+    pass
+
+
 class SlowWaker:
     """Stands in for s3fs' client where a real server cannot be made to hit the moment: the loop wakes up only after the
     caller has given up, and before it has heard of that."""
@@ -147,8 +151,8 @@ class SlowWaker:
     def __init__(self) -> None:
         self.asked, self.gate, self.over = threading.Event(), threading.Event(), threading.Event()
         self.sent: list[bytes] = []
-        self.requester_pays, self.s3_additional_kwargs = False, {}
-        self.meta = SimpleNamespace(events=SimpleNamespace(register=lambda *_, **__: None))
+        self.requester_pays, self.s3_additional_kwargs, self.anon = False, {}, True
+        self.meta = SimpleNamespace(events=SimpleNamespace(register=_nothing, register_first=_nothing))
 
     async def set_session(self) -> "SlowWaker":
         return self
