@@ -139,9 +139,18 @@ def test_what_vllm_wants_back_is_there_at_once() -> None:
     answering = Answering()
     answering.to(CHUNK)
     answering.free()
-    assert answering.world.saves.has_waiting, "vLLM's scheduler asks only then"
     assert answering.world.saves.frees_soon()
-    assert not answering.world.saves.has_waiting
+    assert answering.pinned == 0
+
+
+def test_a_block_that_two_requests_have_passed_is_free_when_both_let_go_of_it() -> None:
+    answering = Answering()
+    answering.to(CHUNK)
+    answering.world.saves.passed.keep("other", 0, answering.tables, CHUNK)
+    answering.free()
+    assert answering.pinned == 1
+    assert answering.world.saves.frees_soon()
+    assert answering.pinned == 0
 
 
 def test_what_its_request_still_holds_stays_pinned() -> None:

@@ -127,16 +127,18 @@ class Lease:
     def check(self, *, has_renewed: bool = False) -> bool:
         """Whether no higher term exists; if one does, or this one's object is gone, this server leads no more.
 
-        A bucket that is emptied has no leader, and another server may begin with the same term. So the object is read,
-        unless it was written just now (``has_renewed``).
+        A bucket that is emptied has no leader, and another server may begin with the same term. So the object is read
+        before it is written; not again behind that (``has_renewed``).
         """
         if self.term is None:
             return False
         renewed_at = self._renewed_at
         terms = self._terms()
         highest = max(terms, default=0)
-        if highest != self.term or not (has_renewed or self._is_held()):
-            self.was_overtaken = highest >= self.term
+        content = None if has_renewed else decode(fetch(self._store, lease_path(self.term)) or b"", Term)
+        is_own = has_renewed or (content is not None and content.holder == self._server_id)
+        if highest != self.term or not is_own:
+            self.was_overtaken = bool(terms) and (highest != self.term or content is not None)
             self.term = None
             return False
         self.confirmed_at = renewed_at
@@ -144,12 +146,6 @@ class Lease:
         if lower:
             self._store.delete(lower)
         return True
-
-    def _is_held(self) -> bool:
-        """Whether the term's object is this server's: it may have gone, and come again as another's."""
-        assert self.term is not None
-        content = decode(fetch(self._store, lease_path(self.term)) or b"", Term)
-        return content is not None and content.holder == self._server_id
 
     def _is_ours(self, path: str) -> bool:
         """Whether a lower term's object is a lease, so that it may go; what is none stays, and is said once."""

@@ -15,6 +15,8 @@ attention chunks (Llama 4) all those of every chunk that ends with one.
 Owns these pins. Called by the save queue, in vLLM's scheduler thread.
 """
 
+from collections import Counter
+
 from tiered_kv.vllm.compat import PagedBlocks
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, BlockTables, CacheGroups
 
@@ -89,6 +91,7 @@ class PassedBlocks:
     def let_idle_go(self) -> None:
         """Unpin those of requests where vLLM then has a block more."""
         assert self._blocks is not None
+        idle = {block for block, pins in Counter(self.blocks).items() if self._blocks.holders(block) == pins}
         for request_id, kept in list(self._kept.items()):
-            if any(self._blocks.holders(block) == 1 for block in kept.values()):
+            if not idle.isdisjoint(kept.values()):
                 self.let_go(request_id)

@@ -173,8 +173,8 @@ class SaveQueue:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether something is pinned that is not being copied yet."""
-        return bool(self._queue or self.passed.blocks)
+        """Whether pinned chunks wait for a slot."""
+        return bool(self._queue)
 
     def queue(
         self,
@@ -457,8 +457,8 @@ class SaveQueue:
         """
         assert self._blocks is not None
         free = self._blocks.free
-        self.passed.let_idle_go()
         self._drop_queue("store_dropped_blocks_wanted")
+        self.passed.let_idle_go()
         if self._blocks.free > free:
             return True  # they are there already; vLLM looks again in its next step
         since_s = self._monotonic() - COPY_SOON_S

@@ -484,8 +484,10 @@ class SchedulerSide:
             self._check_adapters()
         self._request_saves.step(self._requests, output)
         saves = self.saves.start_jobs()
-        if self.saves.has_waiting and self._is_short_of_blocks(output):
-            self.saves.make_room(is_standing=not output.num_scheduled_tokens)
+        is_standing = not output.num_scheduled_tokens
+        keeps_blocks = self.saves.has_waiting or (is_standing and self.saves.passed.blocks)
+        if keeps_blocks and self._is_short_of_blocks(output):
+            self.saves.make_room(is_standing=is_standing)
         self._pins.send()  # chunks that they waited for may have been dropped
         loads, self._loads = tuple(self._loads), []
         self._rest_when_idle()

@@ -347,8 +347,10 @@ def _is_skewed(exc: BaseException) -> bool:
         response = getattr(one, "response", None)
         if isinstance(response, dict):
             said = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
-            parsed = email.utils.parsedate_tz(said)
-            return parsed is not None and abs(email.utils.mktime_tz(parsed) - time.time()) > _SKEW_S
+            try:
+                return abs(email.utils.parsedate_to_datetime(said).timestamp() - time.time()) > _SKEW_S
+            except (ValueError, OverflowError):
+                return False
     return False
 
 

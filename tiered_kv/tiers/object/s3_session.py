@@ -10,6 +10,7 @@ deadline. And a program that a cancelled call was waiting for goes on running.
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from typing import Any, Final
@@ -20,6 +21,8 @@ from botocore.credentials import ReadOnlyCredentials
 
 from tiered_kv.tiers.object.medium import Deadline
 
+logger = logging.getLogger(__name__)
+
 FRESH_S: Final = 30.0
 """Credentials are asked for again after this; what must be renewed is renewed then."""
 
@@ -27,8 +30,8 @@ ENDING_FRESH_S: Final = 1.0
 """The same where they expire within ``FRESH_S``: whoever gives them has others in a moment."""
 
 
-RENEWAL_S: Final = 2.0
-"""How long a call waits for others while it has some that have not expired: its own deadline is for the store."""
+RENEWAL_MAX_S: Final = 60.0
+"""After this a program or a service that gives credentials is given up."""
 
 
 class SeldomSession(AioSession):  # type: ignore[misc]
@@ -63,7 +66,7 @@ class SeldomSession(AioSession):  # type: ignore[misc]
 class SeldomCredentials(AioCredentials):  # type: ignore[misc]
     """Credentials that are asked for again after a while, not before every request.
 
-    Where renewing fails or hangs those that have not expired stay in use.
+    Those that have not expired are used meanwhile, and for as long as that fails or hangs; nobody waits for it.
 
     Threads: the loop's.
     """
@@ -71,28 +74,60 @@ class SeldomCredentials(AioCredentials):  # type: ignore[misc]
     def __init__(self, found: Any) -> None:
         super().__init__("", "")
         self._found = found
-        self._asking = asyncio.Lock()
         self._kept: tuple[ReadOnlyCredentials, Deadline] | None = None
+        self._renewal: asyncio.Task[Exception | None] | None = None
+        self._waiting = 0
+        self._has_told = False
 
     async def get_frozen_credentials(self) -> ReadOnlyCredentials:
-        if (fresh := self._fresh()) is not None:
-            return fresh
-        async with self._asking:
-            if (fresh := self._fresh()) is not None:
-                return fresh
-            in_force = None if self._kept is None or self._expires_within(0) else self._kept[0]
-            try:
-                async with asyncio.timeout(None if in_force is None else RENEWAL_S):
-                    found = await self._found.get_frozen_credentials()
-            except Exception:
-                if in_force is None or self._expires_within(0):
-                    raise
-                found = in_force
-            self._kept = found, Deadline(ENDING_FRESH_S if self._expires_within(FRESH_S) else FRESH_S)
-            return found
+        if self._kept is not None and self._kept[1].left_s() > 0:
+            return self._kept[0]
+        if self._renewal is None:
+            self._renewal = asyncio.create_task(self._renew())
+        if self._kept is None or self._expires_within(0):
+            await self._wait(self._renewal)
+        assert self._kept is not None, "renewed, or it would have raised"
+        return self._kept[0]
 
-    def _fresh(self) -> ReadOnlyCredentials | None:
-        return self._kept[0] if self._kept is not None and self._kept[1].left_s() > 0 else None
+    async def _wait(self, renewal: "asyncio.Task[Exception | None]") -> None:
+        """Wait for others; the last one that gives up ends the program or the request that they would come from."""
+        self._waiting += 1
+        try:
+            await asyncio.wait({renewal})
+        finally:
+            self._waiting -= 1
+            if not self._waiting and not renewal.done():
+                self._renewal = None
+                renewal.cancel()
+        failure = renewal.result()
+        if failure is not None:
+            raise failure
+
+    async def _renew(self) -> Exception | None:
+        """Ask for credentials; returns why there are none."""
+        try:
+            async with asyncio.timeout(RENEWAL_MAX_S):
+                found = await self._found.get_frozen_credentials()
+        except Exception as exc:  # noqa: BLE001 - whoever waits raises it, and who does not is told
+            if self._kept is not None and not self._expires_within(0):
+                self._keep(self._kept[0])
+                self._tell(exc)
+            return exc
+        finally:
+            if self._renewal is asyncio.current_task():
+                self._renewal = None
+        self._keep(found)
+        self._has_told = False
+        return None
+
+    def _keep(self, credentials: ReadOnlyCredentials) -> None:
+        self._kept = credentials, Deadline(ENDING_FRESH_S if self._expires_within(FRESH_S) else FRESH_S)
+
+    def _tell(self, exc: Exception) -> None:
+        """Say once that nothing follows what is in force."""
+        if not self._has_told:
+            self._has_told = True
+            logger.warning("credentials cannot be renewed; those in force are used until they expire. %r", exc)
 
     def _expires_within(self, seconds: float) -> bool:
         asked = getattr(self._found, "refresh_needed", None)  # what never expires has none
@@ -116,7 +151,7 @@ class _Program:
     async def communicate(self) -> tuple[bytes, bytes]:
         try:
             return await self._process.communicate()
-        finally:
-            if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)  # what it started holds its pipes, too
+        except asyncio.CancelledError:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # what it started holds its pipes, too
+            raise

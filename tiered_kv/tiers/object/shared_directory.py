@@ -110,8 +110,7 @@ class SharedDirectory:
 
     def _page(self, prefix: str, cursor: object | None) -> ListPage:
         """One directory per page: the cursor holds those still to be read."""
-        if cursor is None:
-            self._refuse_another_file_system()
+        self._refuse_another_file_system()
         pending = list(cursor) if isinstance(cursor, tuple) else [prefix.rpartition("/")[0]]
         directory = pending.pop()
         objects: list[ObjectInfo] = []

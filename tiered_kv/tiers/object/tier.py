@@ -105,7 +105,7 @@ class ObjectTier(Tier):
         self._blob_count = 0
         self._monotonic = monotonic
         self._described: dict[bytes, bytes] = {}
-        self._unchecked: set[bytes] = set()
+        self._unchecked: dict[bytes, None] = {}  # in their order
         self._check_s = monotonic() + DESCRIBED_CHECK_S
 
     def put(self, name: BlobName, blob: memoryview) -> None:
@@ -124,7 +124,7 @@ class ObjectTier(Tier):
                 self._store.creates_atomically()
                 self._put_reserved(path, blob)
                 with self._state:
-                    self._unchecked.add(name.namespace)
+                    self._unchecked[name.namespace] = None
             except TierUnavailable as exc:
                 if _has_no_room(exc):
                     raise CapacityExceeded(f"the object store has no room left. store={self._store.uri}") from exc
@@ -252,9 +252,11 @@ class ObjectTier(Tier):
             self._keeper.serve(namespace)
         with self._using():
             self._describe(namespace, record)
-            self._described[namespace] = record
-            while len(self._described) > DESCRIBED_MAX:
-                self._described.pop(next(iter(self._described)))
+            with self._state:
+                self._described.pop(namespace, None)
+                self._described[namespace] = record
+                while len(self._described) > DESCRIBED_MAX:
+                    del self._described[next(iter(self._described))]
 
     def _describe_again(self) -> None:
         """Look at the records of namespaces that blobs were put into; what cannot be asked for stays due."""
@@ -266,9 +268,12 @@ class ObjectTier(Tier):
                     self._describe(namespace, record)
                 except TierUnavailable as exc:
                     logger.warning("whether namespaces have their records is asked again later: %s", exc)
+                    with self._state:  # behind the others
+                        self._unchecked.pop(namespace, None)
+                        self._unchecked[namespace] = None
                     return
             with self._state:
-                self._unchecked.discard(namespace)
+                self._unchecked.pop(namespace, None)
 
     def _describe(self, namespace: bytes, record: bytes) -> None:
         path = f"{namespace.hex()}/namespace.json"
