@@ -85,7 +85,8 @@ class SharedDirectory:
         self._sweep_now_and_then()
         place = self._full(path)
         self._make_directories(os.path.dirname(path))
-        self._note(os.stat(self._full(TEMPORARY)))
+        if self._found is None:
+            self._note(os.stat(self._full(TEMPORARY)))
         host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:32]
         temporary = self._full(f"{TEMPORARY}/{host}-{os.getpid()}-{uuid.uuid4().hex}")
         try:
@@ -151,13 +152,13 @@ class SharedDirectory:
         Raises:
             OtherFileSystem: The directory is not where it was found.
         """
-        if self._found is None:
+        # The root first: the directory for writes changes all the time, and asking for it costs the network.
+        if self._found is None or self._device_of_root() == self._found[0]:
             return
         try:
             self._note(os.stat(self._full(TEMPORARY)))
         except FileNotFoundError:
-            if self._device_of_root() != self._found[0]:  # else somebody has deleted what was in it
-                raise self._other_file_system() from None
+            raise self._other_file_system() from None
 
     def _device_of_root(self) -> int | None:
         """Number of the file system on which the directory is or would be made; None: on none."""
@@ -175,10 +176,9 @@ class SharedDirectory:
         Raises:
             OtherFileSystem: It is another one.
         """
-        here = writes.st_dev, writes.st_ino
-        if self._found is not None and here[0] != self._found[0] and here[1] != self._found[1]:
+        if self._found is not None and writes.st_ino != self._found[1]:
             raise self._other_file_system()
-        self._found = here
+        self._found = writes.st_dev, writes.st_ino
 
     def _other_file_system(self) -> OtherFileSystem:
         return OtherFileSystem(errno.ESTALE, "it is on another file system than before", self._root)
