@@ -7,16 +7,11 @@ first of them is free again when vLLM plans the step behind the chunk's last tok
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from tests.vllm.test_save_queue import BLOCKS, World
-from tiered_kv.config import Config
-from tiered_kv.vllm.engine_role import EngineRole
+from tests.vllm.test_save_queue import BLOCKS, World, state_to_store
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups
-from tiered_kv.vllm.request_params import NO_PARAMS
-from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.step import SaveReport
 
 CHUNK, BLOCK = 64, 16
@@ -32,25 +27,9 @@ class Answering:
         self.world.server.is_ready = True
         self.keys, whole = self.world.prompt(2)
         self.tables = [whole, [block.block_id for block in self.world.pool.get_new_blocks(len(whole))]]
-        lookups = SimpleNamespace(keys=lambda state: self.keys, update_held=lambda state: None)
-        undrafted = SimpleNamespace(drafted_chunks=lambda tables, chunks: chunks)
-        role = EngineRole(may_load=True, may_store=True, has_prefix_caching=True)
-        config = Config(storage_uri="file:///unused", chunk_tokens=CHUNK, save_decode=save_decode, tail_tokens=0)
-        world = self.world
-        self.saves = RequestSaves(config, world.server, role, GROUPS, lookups, world.saves, undrafted, world.counters)
-        self.request = SimpleNamespace(
-            request_id="r", num_computed_tokens=0, num_tokens=PROMPT, num_prompt_tokens=PROMPT
-        )
-        self.state: Any = SimpleNamespace(
-            request=self.request,
-            params=NO_PARAMS,
-            extras=SimpleNamespace(is_accountable=True, may_store=True),
-            is_from_before_reset=False,
-            held=0,
-            storable=0,
-            stored=0,
-            unstored=0,
-        )
+        self.saves = self.world.request_saves(self.keys, lambda chunks: chunks, save_decode=save_decode, tail_tokens=0)
+        self.state = state_to_store(PROMPT)
+        self.request = self.state.request
         self.tables_read = 0
         self.step(PROMPT)
 

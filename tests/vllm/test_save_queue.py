@@ -1,6 +1,7 @@
 """The store path's pins: taken when a chunk is queued, given back exactly once, whatever becomes of the chunk."""
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,10 @@ from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.tiering.tails import TAILS_MAX
+from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups
+from tiered_kv.vllm.request_params import NO_PARAMS
+from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.save_queue import COPY_SOON_S, QUEUED_MAX_S, SaveQueue
 from tiered_kv.vllm.step import BlockRun, SaveReport
 
@@ -63,17 +67,41 @@ class Server:
         self.given_back += slots
 
 
+def state_to_store(tokens: int) -> Any:
+    """A request with a prompt of so many tokens, none of them computed, as ``RequestSaves`` knows it."""
+    return SimpleNamespace(
+        request=SimpleNamespace(request_id="r", num_computed_tokens=0, num_tokens=tokens, num_prompt_tokens=tokens),
+        params=NO_PARAMS,
+        extras=SimpleNamespace(is_accountable=True, may_store=True),
+        is_from_before_reset=False,
+        held=0,
+        storable=0,
+        stored=0,
+        unstored=0,
+    )
+
+
 class World:
     """A store path over vLLM's real block pool."""
 
     def __init__(self, world_size: int = 1, pinned_share: float = 0.5, groups: CacheGroups = GROUPS) -> None:
         config = Config(storage_uri="file:///unused", chunk_tokens=64, pinned_share=pinned_share)
+        self.groups = groups
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)
         self.server = Server(world_size=world_size)
         self.counters: Counter[str] = Counter()
         self.now_s = 0.0
         self.saves = SaveQueue(config, self.server, groups, self.counters, lambda: self.now_s)  # type: ignore[arg-type]
         self.saves.bind_block_pool(self.pool)
+
+    def request_saves(self, keys: PrefixKeys, drafted: Callable[[int], int], **settings: Any) -> RequestSaves:
+        """The part that hands chunks to the queue, for requests with these keys; ``drafted``: of so many chunks."""
+        config = Config(storage_uri="file:///unused", chunk_tokens=64, **settings)
+        role = EngineRole(may_load=True, may_store=True, has_prefix_caching=True)
+        lookups: Any = SimpleNamespace(keys=lambda state: keys, update_held=lambda state: None)
+        undrafted: Any = SimpleNamespace(drafted_chunks=lambda tables, chunks: drafted(chunks))
+        server: Any = self.server
+        return RequestSaves(config, server, role, self.groups, lookups, self.saves, undrafted, self.counters)
 
     def prompt(self, chunks: int, first: int = 0) -> tuple[PrefixKeys, list[int]]:
         keys = PrefixKeys(NAMESPACE, 64)

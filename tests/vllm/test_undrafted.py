@@ -9,15 +9,11 @@ import pytest
 
 from tests.kit.storage.stored_prompts import CHUNK as PROMPT_CHUNK
 from tests.kit.storage.stored_prompts import Model, tokens
-from tests.vllm.test_save_queue import World
-from tiered_kv.config import Config
+from tests.vllm.test_save_queue import World, state_to_store
 from tiered_kv.ops.explain import explain
 from tiered_kv.ops.open import open_storage
 from tiered_kv.vllm.drafts import Drafts
-from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups
-from tiered_kv.vllm.request_params import NO_PARAMS
-from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.undrafted import UndraftedBlocks, UndraftedTokens
 
 pytestmark = pytest.mark.vllm
@@ -191,29 +187,14 @@ def test_each_chunk_is_counted_once_where_windows_pass_and_drafts_lack(passed, o
     keys, ids = world.prompt(11)
     windows = [block.block_id for block in world.pool.get_new_blocks(4 * 11)]
     windows[4 * passed :] = [NULL_BLOCK] * (4 * (11 - passed))
-    lookups = SimpleNamespace(keys=lambda state: keys, update_held=lambda state: None)
-    undrafted = SimpleNamespace(drafted_chunks=lambda tables, chunks: min(chunks, LEFT))
-    role = EngineRole(may_load=True, may_store=True, has_prefix_caching=True)
-    config = Config(storage_uri="file:///unused", chunk_tokens=64)
-    saves = RequestSaves(config, world.server, role, WINDOWED, lookups, world.saves, undrafted, world.counters)
-    tokens = 11 * 64
-    request = SimpleNamespace(request_id="r", num_computed_tokens=0, num_tokens=tokens, num_prompt_tokens=tokens)
-    state = SimpleNamespace(
-        request=request,
-        params=NO_PARAMS,
-        extras=SimpleNamespace(is_accountable=True, may_store=True),
-        is_from_before_reset=False,
-        held=0,
-        storable=0,
-        stored=0,
-        unstored=0,
-    )
+    saves = world.request_saves(keys, lambda chunks: min(chunks, LEFT))
+    state = state_to_store(11 * 64)
     world.server.credits.extend(range(20))
     block_state = SimpleNamespace(get_block_ids=lambda name: (ids, windows))
     for computed in (8 * 64, 3 * 64):
         output = SimpleNamespace(num_scheduled_tokens={"r": computed}, kv_connector_block_state=block_state)
         saves.step({"r": state}, output)
-        request.num_computed_tokens += computed
+        state.request.num_computed_tokens += computed
     saves.finish(state, (ids, windows))
     queued = len(world.saves.start_jobs()[0].copies)
     dropped = {name: count for name, count in world.counters.items() if name.startswith("store_dropped")}

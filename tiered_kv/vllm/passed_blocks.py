@@ -16,6 +16,7 @@ Owns these pins. Called by the save queue, in vLLM's scheduler thread.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 
 from tiered_kv.vllm.compat import PagedBlocks
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, BlockTables, CacheGroups
@@ -38,12 +39,15 @@ class PassedBlocks:
 
     def lacks(self, request_id: str, chunk: int, computed_tokens: int) -> bool:
         """Whether vLLM frees more of a request's chunk than is pinned when it plans the step behind so many tokens."""
-        passed = sum(
-            len(range(places.start, min(places.stop, group.first_kept(computed_tokens))))
-            for group in self._groups.stored
-            for places in (group.stored_range(chunk),)
-        )
-        return passed > len(self._kept.get(request_id, ()))
+        kept = self._kept.get(request_id, {})
+        return any(place not in kept for place in self._freed(chunk, computed_tokens))
+
+    def _freed(self, chunk: int, computed_tokens: int) -> Iterator[tuple[int, int]]:
+        """Places of a chunk's stored blocks that vLLM frees by then."""
+        for group in self._groups.stored:
+            places = group.stored_range(chunk)
+            for place in range(places.start, min(places.stop, group.first_kept(computed_tokens))):
+                yield group.number, place
 
     def keep(self, request_id: str, chunk: int, tables: BlockTables, computed_tokens: int) -> None:
         """Pin what vLLM frees of a request's chunk when it plans the step behind so many tokens.
@@ -54,12 +58,11 @@ class PassedBlocks:
         """
         assert self._blocks is not None
         kept = self._kept.get(request_id, {})
-        for group in self._groups.stored:
-            table, places = tables[group.number], group.stored_range(chunk)
-            for place in range(places.start, min(places.stop, group.first_kept(computed_tokens), len(table))):
-                if table[place] != NULL_BLOCK and (group.number, place) not in kept:
-                    self._blocks.hold([table[place]])
-                    kept[group.number, place] = table[place]
+        for number, place in self._freed(chunk, computed_tokens):
+            block = tables[number][place] if place < len(tables[number]) else NULL_BLOCK
+            if block != NULL_BLOCK and (number, place) not in kept:
+                self._blocks.hold([block])
+                kept[number, place] = block
         if kept:
             self._kept[request_id] = kept
 

@@ -10,7 +10,7 @@ import errno
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 from typing import Final
 
@@ -364,18 +364,25 @@ def _of_identity(cause: BaseException, bucket: str) -> str:
         return f"what gives credentials refuses ({answer}); check the role, its trust, and the token or key for it"
     if isinstance(cause, OSError) and cause.filename:
         return f"credentials could not be fetched: {cause.filename}: {cause.strerror}; check the profile and AWS_*"
-    names = {base.__name__ for base in type(cause).__mro__}
-    known = next((words for name, words in _BY_CLASS.items() if name in names), None)
-    return known or f"the client or its credentials could not be had: {explain(cause, bucket)}"
+    words = _of_class(_class_names([cause]))
+    return words or f"the client or its credentials could not be had: {explain(cause, bucket)}"
+
+
+def _class_names(errors: Iterable[BaseException]) -> set[str]:
+    return {base.__name__ for error in errors for base in type(error).__mro__}
+
+
+def _of_class(names: set[str]) -> str | None:
+    """Words for the first of the known classes."""
+    return next((words for name, words in _BY_CLASS.items() if name in names), None)
 
 
 def _local(exc: BaseException) -> str | None:
     """Words for what failed on this side of the network, or on a mounted file system."""
     errors = list(chain(exc))
-    names = {base.__name__ for error in errors for base in type(error).__mro__}
-    for name, words in _BY_CLASS.items():
-        if name in names:
-            return words
+    names = _class_names(errors)
+    if (words := _of_class(names)) is not None:
+        return words
     if any(isinstance(e, socket.gaierror) for e in errors) or "ClientConnectorDNSError" in names:
         return "the store's host name is not known here (DNS); check endpoint_url and the network"
     if any(isinstance(e, ssl.SSLError) for e in errors) or names & {"SSLError", "ClientSSLError"}:
