@@ -95,7 +95,8 @@ def make_llm(model: Path, connector: Mapping[str, Any] | None = None, **override
     _freeze_modules()
     options |= overrides
     try:
-        with _modules_stay_frozen(), _schedules_as_asked(is_async=bool(options.get("async_scheduling"))):
+        is_async = bool(options.get("async_scheduling"))
+        with _modules_stay_frozen(), _models_are_inspected_here(), _schedules_as_asked(is_async=is_async):
             return LLM(**options)
     except BaseException:
         # The worker's connector is a global of vLLM's; an engine that failed to start leaves it to the next one.
@@ -121,6 +122,14 @@ def _freeze_modules() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def _models_are_inspected_here() -> Any:
+    """Keep vLLM from a process that imports it all again to look at a class of models, for each the first time.
+
+    It is afraid of CUDA, which no test has. What it finds it keeps in the user's cache, which a new machine lacks.
+    """
+    return mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda inspect: inspect())
 
 
 def _modules_stay_frozen() -> Any:
