@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.counts import only_in_proofs
 from tests.kit.vllm.cached_engine import LOGPROB_TOLERANCE
 
 pytestmark = pytest.mark.vllm
@@ -68,6 +69,7 @@ def test_copies_are_timed_beside_their_roofline(run, tmp_path):
     draws("host_path", tmp_path)
 
 
+@only_in_proofs  # tests/e2e/test_tails.py and test_answers.py have sessions on a real engine
 def test_scaled_sessions_run_on_a_real_engine_and_answers_save_what_they_should(run):
     """All that is loaded is right, as far as the model can tell: with wrong KV it would choose other tokens."""
     ours_all = ("ours", "ours, no names", "ours, no tails", "ours, no tails, no answers")
@@ -87,6 +89,7 @@ def test_scaled_sessions_run_on_a_real_engine_and_answers_save_what_they_should(
     assert zeroed["apart_mean"] > LOGPROB_TOLERANCE and zeroed["lead_most"] > LOGPROB_TOLERANCE
 
 
+@only_in_proofs  # it is run before a GPU is
 @pytest.mark.timeout(240)  # three engines, one after the other, and two cores that others may use
 def test_a_gpu_s_engines_find_what_they_computed_byte_for_byte(run):
     arguments = ("--shape", "tiny", "--tokens", "1100", "--repeats", "1", "--budget-s", "200")

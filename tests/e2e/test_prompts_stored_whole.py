@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 CHUNKS = 8
 LENGTH = CHUNKS * CHUNK + 16
-REPEATS = count("WHOLE_PROMPTS", 20)
+REPEATS = count("WHOLE_PROMPTS", 6)
 
 
 def prompt(number: int) -> list[int]:
