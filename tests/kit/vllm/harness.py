@@ -96,7 +96,12 @@ def make_llm(model: Path, connector: Mapping[str, Any] | None = None, **override
     options |= overrides
     try:
         is_async = bool(options.get("async_scheduling"))
-        with _modules_stay_frozen(), _models_are_inspected_here(), _schedules_as_asked(is_async=is_async):
+        with (
+            _modules_stay_frozen(),
+            _models_are_inspected_here(),
+            _kernels_are_replaced_once(),
+            _schedules_as_asked(is_async=is_async),
+        ):
             return LLM(**options)
     except BaseException:
         # The worker's connector is a global of vLLM's; an engine that failed to start leaves it to the next one.
@@ -130,6 +135,25 @@ def _models_are_inspected_here() -> Any:
     It is afraid of CUDA, which no test has. What it finds it keeps in the user's cache, which a new machine lacks.
     """
     return mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda inspect: inspect())
+
+
+_replaced: list[bool] = []  # one, once an engine of this process has replaced Triton's kernels
+
+
+@contextmanager
+def _kernels_are_replaced_once() -> Iterator[None]:
+    """Keep vLLM from replacing Triton's kernels for each engine anew, by replacements of replacements.
+
+    It looks at each name of each module that was imported for that: a third of a start.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    if not _replaced:
+        yield
+        _replaced.append(True)
+        return
+    with mock.patch.object(CpuPlatform, "register_triton_kernel_overrides", create=True):  # new in 0.32
+        yield
 
 
 def _modules_stay_frozen() -> Any:
