@@ -9,7 +9,7 @@ from tests.kit.spaces import Space
 from tests.kit.tiering.world import Story, chunks_of
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering import removal
-from tiered_kv.tiering.index import Index
+from tiered_kv.tiering.index import BlobState, Index
 from tiered_kv.tiering.types import HOST, Copy, Delete, Outcome, Read, Seal, Write
 
 DISK, BUCKET = 1, 2
@@ -204,6 +204,36 @@ def test_what_came_from_a_bucket_is_whose_its_header_says():
     story.tiering.read(job, Outcome.OK, SPACE.tag((7,)))
     assert entry.record.tag == SPACE.tag((7,)) and entry.record == job.record
     del lookup
+
+
+def test_what_is_stored_after_an_erasure_is_not_the_erased_tenants():
+    """A bucket's blobs are known here after they were erased there, too, and would lend it their tag."""
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    story.store((7, 1))
+    assert story.media[BUCKET]
+    for tier in (HOST, DISK):
+        assert erase(story, tier, 7) == (2, 0, 0)
+    story.finish_all()
+    story.media[BUCKET].clear()
+    story.commit_record(story.session, msgspec.structs.replace(SPACE.record((7,)), tag=SPACE.tag((8,))))
+    (seal,) = [job for job in story.tiering._outbox.jobs if isinstance(job, Seal)]
+    assert seal.record.tag == SPACE.tag((8,))
+    story.step()
+    story.finish_all()
+    assert story.media[BUCKET], "it is written there again"
+    assert erase(story, HOST, 8) == erase(story, DISK, 8) == (1, 0, 0)
+
+
+def test_what_is_in_use_is_known_to_be_in_a_bucket_after_an_erasure():
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    story.store((7,))
+    lookup = story.ask((7,))
+    assert erase(story, HOST, 7) == (0, 1, 0)
+    assert story.tiering.index.get(SPACE.key((7,))).blobs[BUCKET] is BlobState.PRESENT
+    story.release(lookup)
+    assert erase(story, HOST, 7) == erase(story, DISK, 7) == (1, 0, 0)
+    story.finish_all()
+    assert story.tiering.index.get(SPACE.key((7,))) is None
 
 
 def counts_of(steps):

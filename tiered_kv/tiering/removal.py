@@ -74,6 +74,7 @@ def erasing(
     index: Index,
     tier: RemovableTier,
     cancel_writes: Callable[[Entry], None],
+    forget: Callable[[Entry], None],
     namespace: bytes,
     is_meant: Callable[[Entry], bool],
 ) -> Iterator[RemovalCount | None]:
@@ -91,6 +92,8 @@ def erasing(
 
     Args:
         cancel_writes: Drops a chunk's writes to all tiers that were not begun.
+        forget: Forgets that shared tiers have a chunk. They are erased by somebody else, and whoever stores it after that
+            is its first owner: it must not be found under this one's tag.
         namespace: Empty: of every namespace.
 
     Yields:
@@ -119,6 +122,8 @@ def erasing(
                 end = tier.remove(entry, leaves_hole=False)
             if is_needed or end is Removal.KEPT or entry.is_busy:
                 staying.add(entry)
+            else:
+                forget(entry)
             removed += end is Removal.REMOVED
             kept += end is Removal.KEPT
         if parts == parts_before:

@@ -440,7 +440,7 @@ class SecondaryTier:
         """
         gone = self._index.get(lost.key)
         if gone is not None and self._is_only_believed(gone) and not self._source.has_bytes(gone):
-            self._lost(gone, BlobState.ABSENT)
+            self._lost(gone, "missing", BlobState.ABSENT)
             self.drop_descendants(gone)
             self._index.remove_if_gone(gone)
         chunks: list[Entry] = []
@@ -460,7 +460,7 @@ class SecondaryTier:
             self._source.release(entry)
             return
         for chunk in reversed(chunks):
-            self._lost(chunk, BlobState.QUEUED)
+            self._lost(chunk, "missing", BlobState.QUEUED)
             self._queue[chunk] = None
             for child in [one for one in chunk.children if one in self._ready]:
                 del self._ready[child]
@@ -474,11 +474,11 @@ class SecondaryTier:
         is_read = entry.host is HostState.PROMOTING and entry.source == self.number
         return entry.blobs[self.number] is BlobState.PRESENT and not is_read
 
-    def _lost(self, entry: Entry, state: BlobState) -> None:
+    def _lost(self, entry: Entry, why: str, state: BlobState) -> None:
         self._confirmed.discard(entry.record.key)
         self._confirmed_before.discard(entry.record.key)
         self.order.remove(entry)
-        self._stats.removed(entry, self.number, "missing")
+        self._stats.removed(entry, self.number, why)
         self.release_bytes(entry, state)
 
     # -- what is found and what is not -------------------------------------------------------------------------
@@ -681,9 +681,13 @@ class SecondaryTier:
             entry = next((e for e in self.order if not e.claimed_children[self.number] and not self.is_used(e)), None)
             if entry is None:
                 return
-            self.order.remove(entry)
-            self._stats.removed(entry, self.number, "forgotten")
-            self.release_bytes(entry, BlobState.ABSENT)
+            self.forget(entry)
+
+    def forget(self, entry: Entry) -> None:
+        """Forget that a shared tier has a blob, unless it is being read, or something here depends on it."""
+        if entry in self.order and not entry.claimed_children[self.number] and not self.is_used(entry):
+            self._corrupt.discard(entry)
+            self._lost(entry, "forgotten", BlobState.ABSENT)
             self._index.remove_if_gone(entry)
 
     # -- tests -------------------------------------------------------------------------------------------------

@@ -649,7 +649,8 @@ class Tiering:
         return self._erasing(tier, namespace, lambda entry: any(map(is_meant, entry.storers)))
 
     def _erasing(self, tier: int, namespace: bytes, is_meant: Callable[[Entry], bool]) -> Iterator[RemovalCount | None]:
-        return erasing(self.index, self._tier(tier), self._tiers.cancel_writes, namespace, is_meant)
+        tiers = self._tiers
+        return erasing(self.index, self._tier(tier), tiers.cancel_writes, tiers.forget_shared, namespace, is_meant)
 
     def _tier(self, number: int) -> HostTier | SecondaryTier:
         return self._host if number == HOST else self._tiers[number]

@@ -149,6 +149,12 @@ class SecondaryTiers:
         for source in self.sources.values():
             source.cancel_write(entry)
 
+    def forget_shared(self, entry: Entry) -> None:
+        """Forget that shared tiers have a chunk, which is not in use; a search finds what is there."""
+        for tier in self:
+            if tier.is_shared:
+                tier.forget(entry)
+
     def resume(self) -> None:
         """A tier that had no room or gave no answer may do better now."""
         for tier in self:
