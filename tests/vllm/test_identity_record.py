@@ -163,6 +163,8 @@ POOLING = {
         ("model_config", {"is_encoder_decoder": False, "enable_return_routed_experts": True}, "routed experts"),
         ("model_config", {**POOLING, "is_hybrid": True}, "no prefixes of pooling models with recurrent layers$"),
         ("model_config", {**POOLING, "is_hybrid": False}, "one step, .* seq_pooling_type=MEAN"),
+        ("model_config", {"is_encoder_decoder": False, "rswa_window": 128}, "wrong as a prompt. rswa_window=128"),
+        ("model_config", {"is_encoder_decoder": False, "is_diffusion": True}, "a diffusion model"),
         ("aux_output_config", {"enable_return_routed_experts": True}, "without --enable-return-routed-experts"),
     ],
 )

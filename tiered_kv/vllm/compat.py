@@ -447,6 +447,8 @@ USES: Final = (
             "max_model_len hf_config hf_text_config multimodal_config is_encoder_decoder trust_remote_code "
             "pooler_config is_prefix_caching_supported is_hybrid "
             "model_weights architectures hf_overrides"),
+    *_reads(f"{CONFIG}:ModelConfig", "rswa_window is_diffusion",
+            without="refusing models whose answers have other KV than prompts"),
     Use("vllm.model_executor.models", "ModelRegistry"),
     Use("vllm.model_executor.models.registry:_ModelRegistry", "resolve_model_cls", "architectures, model_config"),
     *_reads(f"{CONFIG}:ModelConfig", "enable_sleep_mode enable_cumem_allocator",

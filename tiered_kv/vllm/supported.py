@@ -92,6 +92,7 @@ def check_supported(vllm_config: Any, chunk_tokens: int) -> None:
         )
     if model.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoder models are not supported: decoder KV depends on the encoder's input")
+    _check_attention(model)
     if (pooler := getattr(model, "pooler_config", None)) is not None and not model.is_prefix_caching_supported:
         # Whatever --enable-prefix-caching says. vLLM 0.32 asks connectors all the same, and a hit ends the engine.
         if model.is_hybrid:
@@ -122,6 +123,20 @@ def check_supported(vllm_config: Any, chunk_tokens: int) -> None:
         raise UnsupportedModel(
             "speculative decoding by this method is not supported: what it keeps among the model's KV is not known. "
             f"method={speculative.method} supported={','.join(sorted(DRAFTLESS_METHODS | DRAFT_METHODS))}"
+        )
+
+
+def _check_attention(model: Any) -> None:
+    """Refuse models whose KV of a token is another one as an answer's than as a prompt's."""
+    if (window := getattr(model, "rswa_window", None)) is not None:
+        # Of Unlimited-OCR, which vLLM has no prefix cache for either. No spec tells: it keeps full attention's pages.
+        raise UnsupportedModel(
+            "generated tokens attend to a window, and the same tokens in a prompt to all: what was stored as an answer "
+            f"would be wrong as a prompt. rswa_window={window}"
+        )
+    if getattr(model, "is_diffusion", False):
+        raise UnsupportedModel(
+            "a diffusion model writes many tokens at once and again, and which of them are final was never tried"
         )
 
 
