@@ -140,6 +140,20 @@ def test_other_quantised_kv_and_other_backends_are_taken(vllm_config):
     check_layers(other, kv_config(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD))
 
 
+@pytest.mark.parametrize("backend", ["FLASHINFER", "TRITON_MLA"])
+def test_a_backend_whose_answers_a_hit_may_change_is_refused_where_batches_may_not_matter(
+    vllm_config, monkeypatch, backend
+):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layers = {LAYER: attention_layer("FLASH_ATTN"), OTHER: attention_layer(backend)}
+    varying = with_layers(vllm_config, layers)
+    with pytest.raises(UnsupportedModel, match=f"VLLM_BATCH_INVARIANT .* layer={OTHER} backend={backend}"):
+        check_layers(varying, two_layers())
+    check_layers(varying, kv_config())
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    check_layers(varying, two_layers())
+
+
 def cpu_pages(dtype, *, block):
     """Pages that vLLM's CPU kernel writes to for one block of float32 keys and values."""
     keys, values = (torch.zeros(8, 2, 32, 64, dtype=dtype) for _ in range(2))

@@ -482,7 +482,7 @@ USES: Final = (
     Use(f"{CONFIG}:SpeculativeConfig", "use_multi_module_mtp", "", feature=DRAFTS),
     # environment and platform
     *_reads("vllm", "__version__"),
-    *_reads("vllm.envs", "environment_variables VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"),
+    *_reads("vllm.envs", "environment_variables VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT VLLM_BATCH_INVARIANT"),
     *_reads("vllm.platforms", "current_platform"),
     *_reads("vllm.platforms:Platform", "_enum"),
     *_calls("vllm.platforms:Platform", is_rocm="", fp8_dtype="", get_device_capability=""),

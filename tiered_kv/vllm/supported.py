@@ -10,6 +10,7 @@ from math import gcd
 from typing import Any, Final
 
 import vllm
+from vllm import envs
 
 from tiered_kv.errors import ConfigError, UnsupportedModel
 from tiered_kv.vllm.compat import (
@@ -48,6 +49,9 @@ FIRST_VERSION_WITH_DRAFTS: Final = (0, 32)
 """vLLM before it was never run with a draft beside this connector."""
 
 CPU_BACKEND: Final = "CPU_ATTN"
+
+BACKENDS_VARYING_WITH_HITS: Final = frozenset({"FLASHINFER", "TRITON_MLA"})
+"""For which vLLM turns its prefix cache off where batches may not matter, in its layers of attention and of MLA."""
 
 GROUP_SPEC: Final = "UniformTypeKVCacheSpecs"
 """vLLM's spec of a group whose layers differ in page size; holds one spec per layer."""
@@ -330,6 +334,7 @@ def check_layers(vllm_config: Any, kv_cache_config: Any) -> None:
         UnsupportedModel: vLLM's Triton backend with a scale per token and head: at the first forward pass of each layer
             it sets all scales to 1, and without CUDA graphs a request whose prefix was loaded is the first. Or vLLM's
             CPU backend with pages of narrower numbers than the model's: what a block holds lies in other blocks' pages.
+            Or a backend behind whose hits vLLM's batch invariance does not hold.
     """
     layers = vllm_config.compilation_config.static_forward_context
     for group in kv_cache_config.kv_cache_groups:
@@ -342,8 +347,20 @@ def check_layers(vllm_config: Any, kv_cache_config: Any) -> None:
                     "this attention backend overwrites the scales of loaded KV at its first forward pass. Use "
                     f"another --kv-cache-dtype, for instance fp8. layer={name} mode={getattr(mode, 'name', mode)}"
                 )
+            _check_invariance(name, layer)
             if getattr(mode, "name", "NONE") == "NONE":
                 _check_width(name, layer, spec, vllm_config.model_config.dtype)
+
+
+def _check_invariance(name: str, layer: Any) -> None:
+    """vLLM turns its own prefix cache off for these, and asks connectors all the same."""
+    if not envs.VLLM_BATCH_INVARIANT or not hasattr(layer, "get_attn_backend"):
+        return
+    if (backend := layer.get_attn_backend().get_name()) in BACKENDS_VARYING_WITH_HITS:
+        raise UnsupportedModel(
+            "with VLLM_BATCH_INVARIANT an answer is to be the same in every batch, and by this attention backend it is "
+            f"not behind a hit. Unset it, or choose another --attention-backend. layer={name} backend={backend}"
+        )
 
 
 def _check_width(name: str, layer: Any, spec: Any, computed: Any) -> None:
