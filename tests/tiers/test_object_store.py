@@ -315,6 +315,11 @@ def every_call(store):
     }
 
 
+def test_what_lies_below_an_object_is_an_empty_list(store):
+    store.put("a", b"1")
+    assert paths(store, "a/b/") == []
+
+
 def test_a_server_that_is_silent_costs_the_deadline(silent_port):
     store = s3_at(silent_port)
     for operation, call in every_call(store).items():
@@ -454,6 +459,84 @@ def test_a_page_for_people_is_no_deletion(paths):
         store = open_store("s3://bucket/p", {"endpoint_url": server.url, "key": "k", "secret": "s", "region": "x"})
         with pytest.raises(TierUnavailable, match="delete failed: what answers there is no S3 server"):
             store.delete(paths)
+        store.close()
+
+
+NOT_THERE = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+NOT_THERE_IN_S3 = NOT_THERE.replace(b"\r\n\r\n", b"\r\nx-amz-request-id: 1\r\n\r\n")
+"""A store's answer to a HEAD."""
+
+NOBODY_THERE = {
+    "page": (b"Content-Type: text/html\r\n", PAGE),
+    "words": (b"Content-Type: text/plain; charset=utf-8\r\n", b"default backend - 404"),
+    "nothing": (b"", b""),
+}
+"""What nginx, an ingress without a server behind it, and Envoy say of everything."""
+
+
+def nobody_there(kind, asked):
+    header, body = NOBODY_THERE[kind]
+    head = b"HTTP/1.1 404 Not Found\r\n%sContent-Length: %d\r\n\r\n" % (header, len(body))
+    return head + (b"" if asked.line.startswith("HEAD") else body)
+
+
+@pytest.mark.parametrize("way", [{}, {"config_kwargs": {"retries": {"mode": "adaptive"}}}], ids=["threads", "loop"])
+@pytest.mark.parametrize("kind", NOBODY_THERE)
+def test_a_404_that_is_no_stores_is_no_missing_object(kind, way):
+    """An ingress said so while its store began anew: blobs, leases and epochs were forgotten, deletions were done."""
+
+    def answer(asked):
+        asked.read_body()
+        return nobody_there(kind, asked)
+
+    options = {"key": "k", "secret": "s", "region": "x", **way}
+    with RawServer(answer) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, **options})
+        for operation, call in every_call(store).items():
+            with pytest.raises(TierUnavailable, match=f"{operation} failed: what answers there is no S3 server"):
+                call()
+        for call in (
+            lambda: store.get_head("x", 4),
+            lambda: store.get_into("x", memoryview(bytearray(4))),
+            lambda: store.delete(["x", "y"]),
+        ):
+            with pytest.raises(TierUnavailable, match="failed: what answers there is no S3 server"):
+                call()
+        store.close()
+
+
+def test_a_404_that_is_no_stores_ends_no_list():
+    """The leader's pass took the pages that it did not see for an end: their chunks were gaps, their pins were none."""
+    entry = "<Contents><Key>p/x</Key><Size>1</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+    more = "<IsTruncated>true</IsTruncated><NextContinuationToken>more</NextContinuationToken>"
+    page = f"<ListBucketResult><Name>bucket</Name>{more}{entry}</ListBucketResult>".encode()
+
+    def answer(asked):
+        if "continuation-token" in asked.line:
+            return nobody_there("page", asked)
+        return b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n" % len(page) + page
+
+    with RawServer(answer) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, "key": "k", "secret": "s", "region": "x"})
+        found = store.list("")
+        assert next(found).path == "x"
+        with pytest.raises(TierUnavailable, match="list failed: what answers there is no S3 server"):
+            list(found)
+        store.close()
+
+
+def test_a_head_whose_404_may_be_anybodys_is_asked_again_by_a_get():
+    """Stores that send no header of S3's own with it: a HEAD's refusal has no code, and that of a GET has."""
+    answers = {"HEAD": NOT_THERE, "GET": refusal(404, "NoSuchKey")}
+    with RawServer(lambda asked: answers[asked.line.split()[0]]) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, "key": "k", "secret": "s", "region": "x"})
+        assert store.head("x") is None
+        answers["HEAD"] = NOT_THERE_IN_S3
+        assert store.head("x") is None
+        assert [asked.line.split()[0] for asked in server.asked] == ["HEAD", "GET", "HEAD"]
+        answers["HEAD"], answers["GET"] = NOT_THERE, refusal(404, "NoSuchBucket")
+        with pytest.raises(TierUnavailable, match="there is no bucket 'bucket'"):
+            store.head("x")
         store.close()
 
 
@@ -600,9 +683,6 @@ def test_a_program_that_gives_credentials_again_is_asked_again(s3, tmp_path, mon
     store.close()
 
 
-NOT_THERE = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
-
-
 def make_program(path, lines, **given):
     """A program that gives credentials for the next five minutes, after it has written its process's id to a file."""
     expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 300))
@@ -628,10 +708,11 @@ def test_credentials_that_end_soon_are_not_asked_for_before_every_request(tmp_pa
     program = tmp_path / "program"
     without_credentials(monkeypatch, tmp_path, f"credential_process = {program}")
     make_program(program, "", AccessKeyId="AKIA", SecretAccessKey="hidden")
-    with RawServer(lambda _: NOT_THERE) as server:
+    with RawServer(lambda asked: NOT_THERE_IN_S3) as server:
         store = open_store("s3://bucket/p", {"endpoint_url": server.url})
         assert [store.head("x") for _ in range(20)] == [None] * 20
-        assert not store.get_into("x", memoryview(bytearray(4)))
+        with pytest.raises(TierUnavailable):  # asked for by the other way to ask
+            store.get_into("x", memoryview(bytearray(4)))
         assert len(runs_of(program)) < 20
         store.close()
 
@@ -644,7 +725,7 @@ def test_credentials_that_cannot_be_renewed_are_used_until_they_expire(tmp_path,
     without_credentials(monkeypatch, tmp_path, f"credential_process = {program}")
     fails_from_the_third_on = f"[ $(wc -l < '{program}.runs') -lt 3 ] || {how}"
     make_program(program, fails_from_the_third_on, AccessKeyId="AKIA", SecretAccessKey="hidden")
-    with RawServer(lambda _: NOT_THERE) as server:
+    with RawServer(lambda asked: NOT_THERE_IN_S3) as server:
         store = open_store("s3://bucket/p", {"endpoint_url": server.url})
         asked = 4 if how == "exit 1" else 3  # one that hangs is the only one
         wait_for(lambda: store.head("x") is None and len(runs_of(program)) >= asked, "other questions to the program")

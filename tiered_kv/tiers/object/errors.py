@@ -193,7 +193,7 @@ class NoIdentity(OSError):
 
 
 class NotAStore(OSError):
-    """A success that no store says so: a page of a load balancer, or of a network's portal."""
+    """An answer that no store gives: a page of a load balancer, or of a network's portal."""
 
 
 class NotGoogles(OSError):
@@ -262,6 +262,8 @@ def status_of(exc: BaseException) -> int | None:
 
 def is_missing(exc: BaseException) -> bool:
     """Whether the store says that this object is not there; a missing bucket is something else."""
+    if isinstance(exc, NotAStore):
+        return False  # whatever status its cause has
     if isinstance(exc, IsADirectoryError | NotADirectoryError):
         return True  # the name is part of other objects' paths, or goes on below an object
     code = code_of(exc)

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tiered_kv.location import Location
-from tiered_kv.tiers.object.errors import IncompleteRead, is_missing, is_unknown
+from tiered_kv.tiers.object.errors import IncompleteRead, NotAStore, is_missing, is_unknown
 from tiered_kv.tiers.object.loop_client import DELETED_AT_ONCE, all_of
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_size
-from tiered_kv.tiers.object.s3_answers import check_list, first_bytes, is_beyond_the_end, refuse_page
+from tiered_kv.tiers.object.s3_answers import check_list, first_bytes, is_beyond_the_end, is_by_a_store, refuse_page
 
 if TYPE_CHECKING:
     from tiered_kv.tiers.object.loop_calls import LoopCalls
@@ -134,9 +134,19 @@ class S3Medium:
             self._choose_bodies().put(self._prefix + path, view, condition)
 
     def head(self, path: str) -> ObjectInfo:
-        answer = self._calls.run(self._calls.call("head_object", Key=self._prefix + path))
+        answer = self._calls.run(self._head(path))
         refuse_page(answer)
         return ObjectInfo(path, int(answer["ContentLength"]), answer["LastModified"].timestamp())
+
+    async def _head(self, path: str) -> Any:
+        try:
+            return await self._calls.call("head_object", Key=self._prefix + path)
+        except FileNotFoundError as exc:
+            if is_by_a_store(exc):
+                raise
+        # Whoever is between here and the store has this number, too; to a GET the store says its code with it.
+        await self._get(path, 1, None)
+        raise NotAStore("a HEAD finds nothing where a GET finds an object")
 
     def page(self, prefix: str, cursor: object | None) -> ListPage:
         more = {} if cursor is None else {"ContinuationToken": cursor}

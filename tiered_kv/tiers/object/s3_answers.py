@@ -1,11 +1,14 @@
-"""What S3's answers about bodies mean, for both ways to move one.
+"""What S3's answers mean, for both ways to ask.
 
-Owns the range a get asks for and how often a create is tried. Called by ``s3.py``, ``loop_bodies.py`` and
-``thread_bodies.py``.
+Owns the range a get asks for, how often a create is tried, and whose word a 404 is. Called by ``s3.py``,
+``loop_calls.py``, ``loop_bodies.py`` and ``thread_bodies.py``.
 """
 
 from collections.abc import Mapping
 from typing import Any, Final
+
+from botocore.exceptions import ClientError
+from s3fs.errors import translate_boto_error
 
 from tiered_kv.tiers.object.errors import NotAStore, chain, code_of, is_page, status_of
 
@@ -14,6 +17,26 @@ CONFLICT_WAIT_S: Final = 0.05
 
 _LIST_FIELDS: Final = frozenset({"Name", "IsTruncated", "Contents", "KeyCount"})
 """Of which every server sends some; botocore takes any other XML, a page for people too, for an empty list."""
+
+
+def refusal(exc: ClientError) -> BaseException:
+    """What to raise for a refusal.
+
+    A load balancer without a server behind it says 404 to everything. Taken for the store's word it would tell of no
+    blob, no lease and no epoch, and end a list. A store says a code with it, but to a HEAD, whose answer has no body
+    (:func:`is_by_a_store`).
+    """
+    if status_of(exc) == 404 and code_of(exc) in ("", "404") and exc.operation_name != "HeadObject":
+        return NotAStore("a 404 without a code")
+    translated: BaseException = translate_boto_error(exc)
+    return translated
+
+
+def is_by_a_store(exc: BaseException) -> bool:
+    """Whether a refusal has a header of S3's own, as that of most stores has."""
+    answers = [answer for one in chain(exc) if isinstance(answer := getattr(one, "response", None), dict)]
+    headers = (answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) for answer in answers)
+    return any(name.startswith("x-amz-") for found in headers for name in found)
 
 
 def first_bytes(length: int) -> str:

@@ -115,7 +115,8 @@ class SharedDirectory:
         pending = list(cursor) if isinstance(cursor, tuple) else [prefix.rpartition("/")[0]]
         directory = pending.pop()
         objects: list[ObjectInfo] = []
-        with contextlib.suppress(FileNotFoundError), self._own_answer(), os.scandir(self._full(directory)) as entries:
+        nothing = FileNotFoundError, NotADirectoryError  # the other: the path goes on below an object
+        with contextlib.suppress(*nothing), self._own_answer(), os.scandir(self._full(directory)) as entries:
             for entry in entries:
                 path = f"{directory}/{entry.name}" if directory else entry.name
                 with contextlib.suppress(FileNotFoundError):  # deleted between the listing and here

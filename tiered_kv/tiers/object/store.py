@@ -213,9 +213,7 @@ class ObjectStore:
                 return
 
     def _page(self, prefix: str, cursor: object | None) -> ListPage:
-        with suppress(_MissingError):
-            return self._call("list", prefix, lambda medium: medium.page(prefix, cursor))
-        return ListPage([], None)
+        return self._call("list", prefix, lambda medium: medium.page(prefix, cursor))
 
     def delete(self, paths: Sequence[str]) -> None:
         """Remove objects; those that are not there are fine."""
@@ -259,7 +257,7 @@ class ObjectStore:
         except TieredKVError:
             raise
         except Exception as exc:  # every backend has its own errors, and none of them may reach a request
-            if operation not in ("put", "create") and is_missing(exc):
+            if operation not in ("put", "create", "list") and is_missing(exc):  # a list has no object that could be
                 raise _MissingError from None
             if operation == "create" and is_taken(exc):
                 raise FileExistsError(path) from exc
