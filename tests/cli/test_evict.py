@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.kit.server.probe import figures, socket_of, wait_written
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tests.kit.verbs import Tier, complaint, directory_tier, refuse_deletions, report, run, s3_tier
 from tiered_kv.keys.naming import relative_path
+from tiered_kv.ops.server_link import ServerLink
 from tiered_kv.ops.storage import FOR_GOOD, RemovalTotals
 
 ONE, TWO = Model(), Model(weights="two")
@@ -254,6 +256,24 @@ def test_what_a_server_cannot_delete_is_said_to_stay_and_ends_with_4(
     assert disk == {"tier": "disk", "removed": 0, "removed_bytes": 0, "kept": 0, "missing": 0, "failed": 10}
     text = run("evict", f"file://{root}", "--all", "--yes")
     assert text.exit_code == 4 and "10 chunks stay: the server could not delete them" in text.stdout
+
+
+def test_chunks_that_cannot_be_looked_at_are_not_told_to_be_gone(
+    engine: SmallEngine, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs, elsewhere, evict = root / "blobs", root.with_name("elsewhere"), ServerLink.evict
+
+    def lose_and_evict(link: ServerLink, *given: Any, **more: Any) -> Any:
+        blobs.rename(elsewhere)
+        blobs.symlink_to(blobs)  # ELOOP, as a mount that hangs gives EIO or ESTALE
+        return evict(link, *given, **more)
+
+    monkeypatch.setattr(ServerLink, "evict", lose_and_evict)
+    said = complaint("evict", f"file://{root}", "--all", "--yes", code=1)
+    assert "whether a chunk is gone cannot be seen" in said and "Too many levels of symbolic links" in said
+    assert len(list(elsewhere.glob("*/*/*"))) == 10
+    blobs.unlink()
+    elsewhere.rename(blobs)
 
 
 def test_bytes_of_chunks_that_are_gone_already_are_not_counted(engine: SmallEngine, root: Path) -> None:

@@ -326,11 +326,18 @@ class DiskStorage(Storage):
         return {blob.name: file for blob in blobs if (file := self._file_of(blob.name)) is not None}
 
     def _file_of(self, name: BlobName) -> tuple[int, int] | None:
-        """Identifies a blob's file, unlike a later one of the same name; None: there is no file."""
+        """Identifies a blob's file, unlike a later one of the same name; None: there is no file.
+
+        Raises:
+            TierUnavailable: Whether there is one cannot be said: what is not seen must not be told to be gone.
+        """
+        path = self._blobs / relative_path(name)
         try:
-            status = os.stat(self._blobs / relative_path(name), follow_symlinks=False)
-        except OSError:
+            status = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
             return None
+        except OSError as exc:
+            raise TierUnavailable(f"whether a chunk is gone cannot be seen. path={path}: {exc.strerror}") from exc
         return status.st_ino, status.st_mtime_ns
 
     def discard(self, names: Sequence[BlobName]) -> None:
