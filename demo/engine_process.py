@@ -1,28 +1,22 @@
 """One engine process of the demo: ``engine_process.py ROLE CHANNEL``, started by ``run.py``.
 
 Asks its engine what its role says and writes ``build/demo/ROLE.json``. Its standard output is vLLM's log; what the user
-should read goes line by line to the file descriptor CHANNEL. Which tier the KV came from says the cache server: it is
-asked before and after each prompt, by ``tiered-kv stat``.
+should read goes line by line to the file descriptor CHANNEL.
 """
 
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+import asking
 import scenario
 from engine import Answer, Engine
 from report import Phase
 
 Say = Callable[[str], None]
-BATCH = 8
-QUIET_DEADLINE_S = 60.0
-QUIET_POLL_S = 0.1
 
 
 def main() -> None:
@@ -42,17 +36,7 @@ def plain(say: Say) -> dict[str, Any]:
     build_model(scenario.MODEL, shape=DEMO)
     engine = _start(say, scenario.PLAIN)
     say(f"choosing two questions with clear answers, out of {scenario.CANDIDATES} random ones")
-    references: dict[int, Answer] = {}
-    for question in _promising(engine):
-        engine.forget()
-        answer = engine.ask(scenario.prompt(question), scenario.ANSWER_TOKENS, logprobs=True)
-        if answer.margin is not None and answer.margin >= scenario.MARGIN_MIN:
-            references[question] = answer
-            say(f"question {question}: {answer.ttft_s:.2f} s to the first token without any cache")
-        if len(references) == 2:
-            break
-    else:
-        raise RuntimeError(f"fewer than two questions have a margin of {scenario.MARGIN_MIN}. found={list(references)}")
+    references = asking.clear_answers(engine, scenario.prompt, scenario.CANDIDATES, scenario.ANSWER_TOKENS, say)
     engine.close()
     return {
         "questions": list(references),
@@ -60,19 +44,6 @@ def plain(say: Say) -> dict[str, Any]:
         "block_tokens": engine.block_tokens(),
         "model": {"parameters": DEMO.parameters, **asdict(DEMO)},
     }
-
-
-def _promising(engine: Engine) -> list[int]:
-    """Questions by the margin they had behind vLLM's own prefix cache, best first, in as few batches as needed."""
-    margins: dict[int, float] = {}
-    engine.ask(scenario.prompt(0), 1)
-    for first in range(0, scenario.CANDIDATES, BATCH):
-        batch = range(first, min(first + BATCH, scenario.CANDIDATES))
-        found = engine.ask_all([scenario.prompt(question) for question in batch], scenario.ANSWER_TOKENS)
-        margins |= dict(zip(batch, found, strict=True))
-        if sum(margin >= 2 * scenario.MARGIN_MIN for margin in margins.values()) >= 2:
-            break
-    return sorted(margins, key=lambda question: -margins[question])
 
 
 def first(say: Say) -> dict[str, Any]:
@@ -146,42 +117,7 @@ def _start(say: Say, role: str) -> Engine:
 
 
 def _ask(engine: Engine, role: str, question: int) -> tuple[Answer, dict[str, int]]:
-    """Ask a question; what came, and the bytes that each tier below host memory was read for it."""
-    directory = scenario.cache(role)
-    before = _read_bytes(_quiet_figures(directory))
-    answer = engine.ask(scenario.prompt(question), scenario.ANSWER_TOKENS)
-    after = _read_bytes(_figures(directory))
-    return answer, {tier: size_bytes - before.get(tier, 0) for tier, size_bytes in after.items()}
-
-
-def _quiet_figures(directory: Path) -> dict[str, Any]:
-    """The figures of a directory's server once it has written and uploaded all: an upload reads from disk, too.
-
-    Raises:
-        TimeoutError: It still writes after ``QUIET_DEADLINE_S``.
-    """
-    end_s = time.monotonic() + QUIET_DEADLINE_S
-    while time.monotonic() < end_s:
-        figures = _figures(directory)
-        if not figures["pending_writes"]:
-            return figures
-        time.sleep(QUIET_POLL_S)
-    raise TimeoutError(f"the cache server still writes. deadline_s={QUIET_DEADLINE_S:g}")
-
-
-def _figures(directory: Path) -> dict[str, Any]:
-    command = [str(Path(sys.executable).with_name("tiered-kv")), "stat", directory.as_uri(), "--json"]
-    figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["server"]
-    return figures
-
-
-def _read_bytes(figures: dict[str, Any]) -> dict[str, int]:
-    """Bytes of blobs that the server has read so far, by tier."""
-    result = {tier["name"]: 0 for tier in figures["tiers"]}
-    for line in figures["operations"]:
-        if line["operation"] == "get":
-            result[line["tier"]] += line["bytes"]
-    return result
+    return asking.ask(engine, scenario.cache(role), scenario.prompt(question), scenario.ANSWER_TOKENS)
 
 
 def _read(role: str) -> dict[str, Any]:
@@ -190,9 +126,7 @@ def _read(role: str) -> dict[str, Any]:
 
 
 def _is_prefix_equal(answer: Answer, computed: list[str], reference: dict[str, Any]) -> bool:
-    """Whether the loaded blocks, at least one, hold the bytes that were computed cold."""
-    blocks = answer.cached_tokens // reference["block_tokens"]
-    return 0 < blocks <= len(answer.kv_digests) and answer.kv_digests[:blocks] == computed[:blocks]
+    return asking.is_prefix_equal(answer, computed, reference["block_tokens"])
 
 
 def _phase(

@@ -19,19 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import scenario
+from asking import wait_for_server_end
 from report import OBJECT, Phase, broken_promises, machine, table, write_json
 from rich.console import Console
 from rich.markup import escape
 
 from tiered_kv.config import Config
-from tiered_kv.errors import DirectoryLocked
-from tiered_kv.tiers.disk.lock import DirectoryLock
 
 sys.path.append(str(scenario.REPOSITORY / "scripts"))
 from s3_service import BadServerError, Bucket, NoServerError, open_bucket  # shared with tests and benchmarks
 
 PROCESS_DEADLINE_S = 600.0
-SERVER_END_DEADLINE_S = 60.0
 HEARTBEAT_S = 10.0
 LOG_TAIL_LINES = 30
 SERVER_TAIL_LINES = 12
@@ -201,17 +199,12 @@ def _wait_for_server_end(cache: Path) -> float:
     """Wait until no server owns the directory: all that was acknowledged is written; the seconds it took.
 
     Raises:
-        DemoFailed: A server still owns it after ``SERVER_END_DEADLINE_S``.
+        DemoFailed: A server still owns it after a minute.
     """
     started_s = time.monotonic()
-    while True:
-        try:
-            DirectoryLock(cache).release()
-            return time.monotonic() - started_s
-        except DirectoryLocked as exc:
-            if time.monotonic() - started_s > SERVER_END_DEADLINE_S:
-                raise DemoFailed(f"the cache server does not end. {exc}") from exc
-        time.sleep(0.05)
+    if why := wait_for_server_end(cache):
+        raise DemoFailed(why)
+    return time.monotonic() - started_s
 
 
 def _failure(role: str, log: Path, what: str) -> DemoFailed:

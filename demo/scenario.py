@@ -28,9 +28,6 @@ WARM_UP_TOKENS = 1_024
 """Long enough that the connector measures the engine's prefill rate, from which it judges what is worth waiting for."""
 
 CANDIDATES = 32
-MARGIN_MIN = 0.2
-"""Tokens are compared only where the best leads the second by this in plain vLLM: rounding can turn a smaller lead."""
-
 PLAIN, FIRST, SECOND, THIRD = "plain", "first", "second", "third"
 ROLES = {
     PLAIN: "plain vLLM",

@@ -1,29 +1,21 @@
 """One engine of a mode: ``python -m tools.gpu_e2e.engine_process JOB.json``, started by ``runner.py``.
 
 Writes what it saw where the job says. Its standard output is vLLM's log. Asks as the demo does, on any device, and by
-the demo's own engine (``demo/engine.py``), which knows vLLM's insides.
+the demo's own modules (``demo/asking.py``, and ``demo/engine.py``, which knows vLLM's insides).
 """
 
 import importlib
 import json
-import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "demo"))
+import asking
 from engine import Answer, Engine
 
 from tools.gpu_e2e.modes import CHECK, FIRST, MODULE_PATH, MODULES, PLAIN, SECOND, Scenario
-
-MARGIN_MIN = 0.2
-"""Tokens are compared only where the best leads the second by this in plain vLLM: rounding can turn a smaller lead."""
-
-BATCH = 8
-QUIET_DEADLINE_S = 60.0
-QUIET_POLL_S = 0.1
 
 
 def main() -> None:
@@ -63,16 +55,7 @@ def _why_not_imported(module: str) -> str:
 def _plain(job: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
     """Plain vLLM: two questions whose answers rounding cannot turn, their answers and their KV."""
     engine = _start(job, scenario)
-    answers: dict[int, Answer] = {}
-    for question in _promising(engine, scenario):
-        engine.forget()
-        answer = engine.ask(scenario.prompt(question), scenario.answer_tokens, logprobs=True)
-        if answer.margin is not None and answer.margin >= MARGIN_MIN:
-            answers[question] = answer
-        if len(answers) == 2:
-            break
-    else:
-        raise RuntimeError(f"fewer than two questions have a margin of {MARGIN_MIN}. found={list(answers)}")
+    answers = asking.clear_answers(engine, scenario.prompt, scenario.candidates, scenario.answer_tokens, lambda _: None)
     description = engine.description()
     engine.close()
     return {
@@ -81,19 +64,6 @@ def _plain(job: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
         "block_tokens": engine.block_tokens(),
         "engine": description,
     }
-
-
-def _promising(engine: Engine, scenario: Scenario) -> list[int]:
-    """Questions by the margin they had behind vLLM's own prefix cache, best first."""
-    margins: dict[int, float] = {}
-    engine.ask(scenario.prompt(0), 1)
-    for first in range(0, scenario.candidates, BATCH):
-        batch = range(first, min(first + BATCH, scenario.candidates))
-        found = engine.ask_all([scenario.prompt(question) for question in batch], scenario.answer_tokens)
-        margins |= dict(zip(batch, found, strict=True))
-        if sum(margin >= 2 * MARGIN_MIN for margin in margins.values()) >= 2:
-            break
-    return sorted(margins, key=lambda question: -margins[question])
 
 
 def _first(job: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
@@ -138,48 +108,11 @@ def _start(job: dict[str, Any], scenario: Scenario) -> Engine:
 
 
 def _ask(engine: Engine, job: dict[str, Any], scenario: Scenario, question: int) -> tuple[Answer, dict[str, int]]:
-    """Ask a question; what came, and the bytes that each tier below host memory was read for it."""
-    cache = Path(job["cache"])
-    before = _read_bytes(_quiet_figures(cache))
-    answer = engine.ask(scenario.prompt(question), scenario.answer_tokens)
-    after = _read_bytes(_figures(cache))
-    return answer, {tier: size - before.get(tier, 0) for tier, size in after.items()}
-
-
-def _quiet_figures(cache: Path) -> dict[str, Any]:
-    """The figures of the cache's server once it has written all.
-
-    Raises:
-        TimeoutError: It still writes after ``QUIET_DEADLINE_S``.
-    """
-    end_s = time.monotonic() + QUIET_DEADLINE_S
-    while time.monotonic() < end_s:
-        figures = _figures(cache)
-        if not figures["pending_writes"]:
-            return figures
-        time.sleep(QUIET_POLL_S)
-    raise TimeoutError(f"the cache server still writes. deadline_s={QUIET_DEADLINE_S:g}")
-
-
-def _figures(cache: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tiered_kv.cli", "stat", cache.as_uri(), "--json"]
-    figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["server"]
-    return figures
-
-
-def _read_bytes(figures: dict[str, Any]) -> dict[str, int]:
-    """Bytes of blobs that the server has read so far, by tier."""
-    result = {tier["name"]: 0 for tier in figures["tiers"]}
-    for line in figures["operations"]:
-        if line["operation"] == "get":
-            result[line["tier"]] += line["bytes"]
-    return result
+    return asking.ask(engine, Path(job["cache"]), scenario.prompt(question), scenario.answer_tokens)
 
 
 def _is_prefix_equal(answer: Answer, computed: list[str], plain: dict[str, Any]) -> bool:
-    """Whether the loaded blocks, at least one, hold the bytes that were computed cold."""
-    blocks = answer.cached_tokens // plain["block_tokens"]
-    return 0 < blocks <= len(answer.kv_digests) and answer.kv_digests[:blocks] == computed[:blocks]
+    return asking.is_prefix_equal(answer, computed, plain["block_tokens"])
 
 
 def _phase(

@@ -24,8 +24,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from tiered_kv.errors import DirectoryLocked
-from tiered_kv.tiers.disk.lock import DirectoryLock
 from tools.gpu_e2e.modes import (
     CHECK,
     CPU,
@@ -61,6 +59,7 @@ from tools.gpu_proof.runner import (
 ROOT: Final = Path(__file__).resolve().parents[2]
 FILES: Final = ROOT / "build" / "gpu_e2e"
 sys.path.append(str(ROOT / "demo"))
+from asking import wait_for_server_end  # noqa: E402 - the demo's files are scripts
 from report import OBJECT, Phase, broken_promises  # noqa: E402 - the demo's files are scripts
 
 SOURCES: Final = ("tiered_kv", "tools/gpu_e2e", "tools/gpu_proof", "demo")
@@ -69,7 +68,6 @@ SOURCES: Final = ("tiered_kv", "tools/gpu_e2e", "tools/gpu_proof", "demo")
 ENGINE: Final = "tools.gpu_e2e.engine_process"
 FAILED: Final = "failed"
 ENGINE_LIMIT_S: Final = 500.0
-SERVER_END_LIMIT_S: Final = 60.0
 LOG_TAIL_LINES: Final = 12
 RAISED: Final = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b")
 """The last line of a traceback, as torch writes it in a process of a group."""
@@ -379,19 +377,6 @@ def _run_engine(mode: Mode, role: str, job: Mapping[str, Any], files: Path, engi
     if not Path(job["result"]).is_file():
         return "the engine ended with status 0 and no result"
     return "" if role == PLAIN else wait_for_server_end(Path(job["cache"]))
-
-
-def wait_for_server_end(cache: Path, limit_s: float = SERVER_END_LIMIT_S) -> str:
-    """Wait until no server owns the directory: what it held is on disk then. Why it still does, or nothing."""
-    end_s = time.monotonic() + limit_s
-    while True:
-        try:
-            DirectoryLock(cache).release()
-            return ""
-        except DirectoryLocked as exc:
-            if time.monotonic() > end_s:
-                return f"the cache server does not end: {exc}"
-        time.sleep(0.05)
 
 
 def _tail(log: Path) -> list[str]:
