@@ -67,14 +67,14 @@ def check_regions() -> list[DoctorFinding]:
     return [warning("memory", text, "engines of vLLM that were killed left them; remove what no container uses")]
 
 
-def left_regions(directory: Path = SHARED_MEMORY) -> list[Path]:
+def left_regions() -> list[Path]:
     """Regions of vLLM's offloading that are this user's and that no process which can be seen has mapped.
 
     vLLM's ``TieringOffloadingSpec`` (0.32) removes the file of its region, of ``cpu_bytes_to_use``, when its worker
     ends well, and only then. We remove none: it is not ours, and a process in another container may have it.
     """
     mapped = _mapped_files()
-    places = [place for place in sorted(directory.glob(REGIONS)) if str(place) not in mapped]
+    places = [place for place in sorted(SHARED_MEMORY.glob(REGIONS)) if str(place) not in mapped]
     return [place for place in places if place.stat().st_uid == os.geteuid()]
 
 

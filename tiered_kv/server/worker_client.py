@@ -47,9 +47,7 @@ class WorkerClient:
     Threads: one at a time; :meth:`wait_lost` in one of its own, and :meth:`leave` from any.
     """
 
-    def __init__(
-        self, config: Config, engine_id: str, generation: int, join: m.JoinWorker, *, role: str = "worker"
-    ) -> None:
+    def __init__(self, config: Config, engine_id: str, generation: int, join: m.JoinWorker) -> None:
         """Join and map the arena; blocks.
 
         Raises:
@@ -68,7 +66,7 @@ class WorkerClient:
         deadline_s = time.monotonic() + config.start_timeout_s
         while True:
             try:
-                self.arena = self._join(config, (role, engine_id, generation), join)
+                self.arena = self._join(config, engine_id, join)
                 forgotten_in_children(self)
                 return
             except TieredKVError:
@@ -78,8 +76,8 @@ class WorkerClient:
                     raise TierUnavailable(f"the cache server went away while joining: {exc}") from exc
                 time.sleep(HELLO_RETRY_S)  # it may not be ending, but out of descriptors
 
-    def _join(self, config: Config, who: tuple[str, str, int], join: m.JoinWorker) -> Arena:
-        self._sock, welcome = say_hello(config, *who)
+    def _join(self, config: Config, engine_id: str, join: m.JoinWorker) -> Arena:
+        self._sock, welcome = say_hello(config, "worker", engine_id, self.generation)
         lock_fd = -1
         try:
             # Before the arena is asked for: a server that is started after this one died waits for this lock.

@@ -33,7 +33,7 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pins: dict[str, float]
 
 
-def read_pins(root: Path, now_s: float | None = None) -> dict[BlobName, float]:
+def read_pins(root: Path) -> dict[BlobName, float]:
     """Pins in force and when they end, 0 for never.
 
     Raises:
@@ -53,7 +53,7 @@ def read_pins(root: Path, now_s: float | None = None) -> dict[BlobName, float]:
         pins = {_name(text): until_s for text, until_s in content.pins.items()}
     except (ValueError, RecursionError) as exc:
         raise TierUnavailable(f"the pins cannot be understood; mend or remove the file. path={path}: {exc}") from exc
-    now_s = time.time() if now_s is None else now_s
+    now_s = time.time()
     return {name: until_s for name, until_s in pins.items() if not until_s or until_s > now_s}
 
 

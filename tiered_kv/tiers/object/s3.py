@@ -91,11 +91,10 @@ class S3Medium:
     The path-like methods of s3fs are not used: they ask for sizes first and LIST after a miss.
     """
 
-    def __init__(self, calls: "LoopCalls", prefix: str, bodies: Bodies | None = None) -> None:
-        """Use ``bodies`` for blobs; None: what fits the location, chosen with the first blob."""
+    def __init__(self, calls: "LoopCalls", prefix: str) -> None:
         self._calls = calls
         self._prefix = f"{prefix}/" if prefix else ""
-        self._bodies = bodies
+        self._bodies: Bodies | None = None  # what fits the location, chosen with the first blob
         self._choosing = threading.Lock()
         self._deletes_batches = True
 
