@@ -92,8 +92,8 @@ def erasing(
 
     Args:
         cancel_writes: Drops a chunk's writes to all tiers that were not begun.
-        forget: Forgets that shared tiers have a chunk. They are erased by somebody else, and whoever stores it after that
-            is its first owner: it must not be found under this one's tag.
+        forget: Forgets that shared tiers have a chunk. Others erase those, and who stores it after that is its first
+            owner: it must not be found under this one's tag.
         namespace: Empty: of every namespace.
 
     Yields:
