@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from botocore.exceptions import ClientError
+from s3fs.errors import translate_boto_error
 
 from tiered_kv.tiers.object.errors import NoIdentity
 from tiered_kv.tiers.object.loop_client import run_on_loop
 from tiered_kv.tiers.object.medium import Deadline
-from tiered_kv.tiers.object.s3_answers import refusal
+from tiered_kv.tiers.object.s3_answers import refuse_nobodys
 
 T = TypeVar("T")
 
@@ -92,7 +93,8 @@ class LoopCalls:
                 Bucket=self.bucket, **additional_arguments(client, self.filesystem, method), **arguments
             )
         except ClientError as exc:
-            raise refusal(exc) from exc
+            refuse_nobodys(exc, method)
+            raise translate_boto_error(exc) from exc
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run on the loop until done, or until the deadline.

@@ -7,9 +7,6 @@ Owns the range a get asks for, how often a create is tried, and whose word a 404
 from collections.abc import Mapping
 from typing import Any, Final
 
-from botocore.exceptions import ClientError
-from s3fs.errors import translate_boto_error
-
 from tiered_kv.tiers.object.errors import NotAStore, chain, code_of, is_page, status_of
 
 CREATE_TRIES: Final = 3
@@ -19,17 +16,18 @@ _LIST_FIELDS: Final = frozenset({"Name", "IsTruncated", "Contents", "KeyCount"})
 """Of which every server sends some; botocore takes any other XML, a page for people too, for an empty list."""
 
 
-def refusal(exc: ClientError) -> BaseException:
-    """What to raise for a refusal.
+def refuse_nobodys(exc: BaseException, method: str) -> None:
+    """Tell a 404 that no store says from one that does.
 
     A load balancer without a server behind it says 404 to everything. Taken for the store's word it would tell of no
     blob, no lease and no epoch, and end a list. A store says a code with it, but to a HEAD, whose answer has no body
     (:func:`is_by_a_store`).
+
+    Raises:
+        NotAStore: This refusal of a client's ``method`` has none.
     """
-    if status_of(exc) == 404 and code_of(exc) in ("", "404") and exc.operation_name != "HeadObject":
-        return NotAStore("a 404 without a code")
-    translated: BaseException = translate_boto_error(exc)
-    return translated
+    if status_of(exc) == 404 and code_of(exc) in ("", "404") and method != "head_object":
+        raise NotAStore("a 404 without a code") from exc
 
 
 def is_by_a_store(exc: BaseException) -> bool:

@@ -30,6 +30,7 @@ from botocore.exceptions import (
     ReadTimeoutError,
     SSLError,
 )
+from s3fs.errors import translate_boto_error
 
 from tiered_kv.tiers.object.connection import ConnectionPool, HttpConnection, Place, SilentError
 from tiered_kv.tiers.object.errors import IncompleteRead, TakenUnsure, is_conflict, is_taken
@@ -40,7 +41,7 @@ from tiered_kv.tiers.object.s3_answers import (
     CREATE_TRIES,
     first_bytes,
     is_beyond_the_end,
-    refusal,
+    refuse_nobodys,
     refuse_page,
     whole_bytes,
 )
@@ -202,7 +203,8 @@ class ThreadBodies:
         try:
             return getattr(self._client, method)(Bucket=self._bucket, **self._extra[method], **arguments)
         except ClientError as exc:
-            raise refusal(exc) from exc
+            refuse_nobodys(exc, method)
+            raise translate_boto_error(exc) from exc
 
     @contextmanager
     def _calling(self, call: _BlobCall) -> Iterator[_BlobCall]:
