@@ -8,6 +8,7 @@ import pytest
 
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.processes import end_server
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
 from tiered_kv.tiering.multi_queue import LEVELS
@@ -107,6 +108,33 @@ def test_a_pinned_prefix_outlives_what_a_full_server_stores_until_it_is_unpinned
         wait_for_flushes(root)
         outlast(engine, root, 2)
         assert engine.hits(5) == 0, "the prefix stays although it is not pinned any more"
+
+
+def test_while_pins_cannot_be_read_from_the_start_nothing_is_evicted(root: Path) -> None:
+    """They counted as none: a restart with a slip in the file, or with that of a later version, cost every pin."""
+    config = settings(root, host_bytes="2MiB", disk_bytes=(64 << 20) + 60 * 40960)
+    with closing(SmallEngine.start(config)) as engine:
+        engine.store(5)
+        engine.wait_hits(5)
+        wait_written(root)
+        report("pin", f"file://{root}", engine.keys(5).keys[4].hex())
+    end_server(root)
+    pins = (root / "pins.json").read_text()
+    (root / "pins.json").write_text(pins[:-2])
+    with closing(SmallEngine.start(config)) as engine:
+        outlast(engine, root, 1)
+        assert engine.hits(5) == 5
+        assert "nothing is evicted until" in (root / "server.log").read_text()
+        warned = run("doctor", f"file://{root}").stdout
+        assert "pins" in warned and "mend or remove the file" in warned
+        (root / "pins.json").write_text(pins)
+        wait_for_flushes(root)
+        outlast(engine, root, 2)
+        assert engine.hits(5) == 5
+        report("unpin", f"file://{root}", engine.keys(5).keys[4].hex())
+        wait_for_flushes(root)
+        outlast(engine, root, 3)
+        assert engine.hits(5) == 0, "evictions go on"
 
 
 def outlast(engine: SmallEngine, root: Path, part: int) -> None:

@@ -212,7 +212,7 @@ class Engine:
         now_s = clock.monotonic()
         self._flush_due_s = {number: now_s + tier.traits.flush_interval_s for number, tier in self.tiers.items()}
         self._flushing: set[int] = set()
-        self._pins: dict[int, Collection[bytes]] = {}
+        self._pins: dict[int, Collection[bytes] | None] = {}
         self._describing: set[int] = set()
         self._undescribed: dict[int, dict[bytes, tuple[Namespace, str]]] = {number: {} for number in self.tiers}
         self._uses: dict[int, deque[ChunkRecord]] = {number: deque(maxlen=USES_MAX) for number in self.tiers}

@@ -17,7 +17,7 @@ from typing import Final
 from tiered_kv.config import Config, size_text
 from tiered_kv.engine.clock import SystemClock
 from tiered_kv.engine.self_test import SelfTest, self_test, self_test_format
-from tiered_kv.errors import CapacityExceeded, ConfigError
+from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.ops.doctor_server import Running
 from tiered_kv.ops.findings import DoctorFinding, DoctorMeasurement, error, has_error, measured, ok, warning
@@ -25,6 +25,7 @@ from tiered_kv.ops.text import without_paths
 from tiered_kv.tiers.disk.files import DIRECTORY_MODE, free_bytes
 from tiered_kv.tiers.disk.index import is_on_network
 from tiered_kv.tiers.disk.marker import Standing, look_at
+from tiered_kv.tiers.disk.pins import read_pins
 from tiered_kv.tiers.disk.tier import MIN_BLOB_SPACE_BYTES, MIN_METADATA_RESERVE_BYTES, DiskTier, metadata_reserve
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
@@ -49,6 +50,7 @@ def check_disk(
     findings += check_room(config, root, running, stored_bytes)
     if has_error(findings):
         return findings, []
+    findings += _check_pins(root)
     if running.figures is not None or running.is_owned:
         return [*findings, *_figures_of_server(running)], []
     tested, measurements = _test(config, root, stored_bytes)
@@ -186,6 +188,18 @@ def _figures_of_server(running: Running) -> list[DoctorFinding]:
         return [error("disk test", text, "mend what it says; it tries again by itself")]
     rate = f", reads at {size_text(int(tier.read_bytes_per_s))}/s" if tier.read_bytes_per_s else ""
     return [ok("disk test", f"left out: the running server uses it ({tier.blobs} blobs{rate})")]
+
+
+def _check_pins(root: Path) -> list[DoctorFinding]:
+    """Report pins that cannot be read; no finding for others."""
+    try:
+        read_pins(root)
+    except TierUnavailable as exc:
+        text = (
+            f"{without_paths(exc)}: a server that starts evicts nothing, and stores nothing new once the disk is full"
+        )
+        return [warning("pins", text, "mend or remove pins.json")]
+    return []
 
 
 # -- the test ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ SECTIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("chunks", "disk content", "object content", "limits"), NO_HITS),
     **dict.fromkeys(("round trip", "O_DIRECT"), f"{TROUBLESHOOTING}#slow-hits"),
     **dict.fromkeys(("marker", "foreign objects"), f"{TROUBLESHOOTING}#not-our-directory"),
-    **dict.fromkeys(("directory", "room", "inodes", "disk test"), f"{TROUBLESHOOTING}#disk-full"),
+    **dict.fromkeys(("directory", "room", "inodes", "pins", "disk test"), f"{TROUBLESHOOTING}#disk-full"),
     **dict.fromkeys(
         ("credentials", "endpoint", "object store", "object test", "conditional writes", "clock"),
         f"{TROUBLESHOOTING}#s3-403",

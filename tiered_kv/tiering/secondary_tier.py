@@ -166,7 +166,7 @@ class SecondaryTier:
         self._corrupt: set[Entry] = set()  # CORRUPT, or DELETING because of it
         self._enqueue_after_delete: set[Entry] = set()  # DELETING but stored again
         self._evicting: set[Entry] = set()  # DELETING to make room, not because somebody wants it gone
-        self._pinned: set[bytes] = set()
+        self._pinned: set[bytes] | None = set()
         self._confirmed: set[bytes] = set()  # keys of what a shared tier has, by its own word, since the last aging
         self._confirmed_before: set[bytes] = set()
         self._tried_again: set[Entry] = set()  # queued or WRITING; the prefix before it was lost once, and queued again
@@ -564,12 +564,15 @@ class SecondaryTier:
         return not self.usage.keeps(entry.record.namespace, entry.blob_bytes[self.number])
 
     def _evict(self, size_bytes: int, candidates: Iterable[Entry]) -> int:
+        pinned = self._pinned
+        if pinned is None or self.is_shared:
+            return 0
         found = 0
         victims: list[Entry] = []
-        for entry in candidates if not self.is_shared else ():
+        for entry in candidates:
             if found >= size_bytes:
                 break
-            if entry.claimed_children[self.number] or self.is_used(entry) or entry.record.key in self._pinned:
+            if entry.claimed_children[self.number] or self.is_used(entry) or entry.record.key in pinned:
                 continue
             found += entry.blob_bytes[self.number]
             victims.append(entry)
@@ -603,8 +606,14 @@ class SecondaryTier:
         self._evicting.discard(entry)
         self.drop(entry, "erased")
 
-    def set_pinned(self, keys: Iterable[bytes]) -> None:
-        """Keep these chunks, the prefixes before them and the states along these from eviction, and no others."""
+    def set_pinned(self, keys: Iterable[bytes] | None) -> None:
+        """Keep these chunks, the prefixes before them and the states along these from eviction, and no others.
+
+        None: which is not known, so all stay.
+        """
+        if keys is None:
+            self._pinned = None
+            return
         kept: set[Entry] = set()
         for pin in map(self._index.get, keys):
             while pin is not None and pin not in kept:  # of what is kept, all before it is
@@ -614,7 +623,7 @@ class SecondaryTier:
 
     def is_pinned(self, entry: Entry) -> bool:
         """Whether an operator or a request wants the chunk kept here."""
-        return entry.record.key in self._pinned
+        return self._pinned is None or entry.record.key in self._pinned
 
     def is_used(self, entry: Entry) -> bool:
         """Whether the blob is being read, into host memory or into the tier behind."""

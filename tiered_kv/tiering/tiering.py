@@ -655,8 +655,8 @@ class Tiering:
     def _tier(self, number: int) -> HostTier | SecondaryTier:
         return self._host if number == HOST else self._tiers[number]
 
-    def set_pinned(self, tier: int, keys: Iterable[bytes]) -> None:
-        """What an operator wants kept in a secondary tier."""
+    def set_pinned(self, tier: int, keys: Iterable[bytes] | None) -> None:
+        """What an operator wants kept in a secondary tier; None: that is not known yet."""
         self._tiers.set_pinned(tier, keys)
 
     def want(self, namespace: bytes, key: bytes) -> None:

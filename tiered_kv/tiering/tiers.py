@@ -110,11 +110,14 @@ class SecondaryTiers:
             if entry.record.namespace in self._opened:
                 self.enqueue_if_used(wanted)
 
-    def set_pinned(self, number: int, keys: Iterable[bytes]) -> None:
-        """Keep these chunks, and the prefixes before them, in a tier; what is pinned is worth a write everywhere."""
-        pins = list(keys)
+    def set_pinned(self, number: int, keys: Iterable[bytes] | None) -> None:
+        """Keep these chunks, and the prefixes before them, in a tier; what is pinned is worth a write everywhere.
+
+        None: which is not known yet, so everything is kept.
+        """
+        pins = None if keys is None else list(keys)
         self[number].set_pinned(pins)
-        for entry in filter(None, map(self._index.get, pins)):
+        for entry in filter(None, map(self._index.get, pins or ())):
             self.want(entry)
 
     def recover(self, namespace: bytes) -> None:

@@ -180,8 +180,11 @@ class Tier(ABC):
     def flush(self) -> None:
         """Persist recency and sizes so that a killed process loses little of them. May block on the medium."""
 
-    def pinned(self) -> Collection[bytes]:
-        """Keys an operator wants kept here, as of the last ``flush``. A shared tier's keeper looks after its own."""
+    def pinned(self) -> Collection[bytes] | None:
+        """Keys an operator wants kept here, as of the last ``flush``; None: that could not be read yet.
+
+        A shared tier's keeper looks after its own.
+        """
         return ()
 
     def figures(self) -> dict[str, object]:
@@ -238,7 +241,7 @@ class TierWrapper(Tier):
     def flush(self) -> None:
         self.inner.flush()
 
-    def pinned(self) -> Collection[bytes]:
+    def pinned(self) -> Collection[bytes] | None:
         return self.inner.pinned()
 
     def figures(self) -> dict[str, object]:

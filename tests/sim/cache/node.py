@@ -407,8 +407,8 @@ class Node:
         tell = tiering.set_pinned
         self._pins_told = None
 
-        def set_pinned(tier: int, keys: Iterable[bytes]) -> None:
-            told = list(keys)
+        def set_pinned(tier: int, keys: Iterable[bytes] | None) -> None:
+            told = None if keys is None else list(keys)
             tell(tier, told)
             if tier == 1 and self.disk is not None:
                 self._pins_told = told

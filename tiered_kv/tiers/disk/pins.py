@@ -5,7 +5,8 @@ Owns ``pins.json``::
     {"version": 1, "pins": {"<namespace>/<key>": <seconds since 1970, 0 for good>, ...}}
 
 Written by the command line, whether or not a server runs, under ``pins.lock``; a server reads it again when it has
-changed. A file that cannot be read counts as none and is never overwritten: somebody's wishes are in it.
+changed. A file that cannot be read is never overwritten: somebody's wishes are in it. A server keeps the pins that it
+read before, and one that has read none yet evicts nothing.
 """
 
 import fcntl

@@ -151,7 +151,7 @@ class DiskTier(Tier):
         self._flushing = threading.Lock()
         self._is_flush_failing = False
         self._first_reads = FirstReads()
-        self._pinned: frozenset[bytes] = frozenset()
+        self._pinned: frozenset[bytes] | None = None
         self._has_warned_of_pins = False
         self._temp_numbers = itertools.count()
         self._left: deque[tuple[str, int]] = deque()  # temp files that could not be removed, and their bytes
@@ -434,7 +434,7 @@ class DiskTier(Tier):
             self._write_index()
             self._read_pins()
 
-    def pinned(self) -> Collection[bytes]:
+    def pinned(self) -> Collection[bytes] | None:
         return self._pinned
 
     def _read_pins(self) -> None:
@@ -443,7 +443,10 @@ class DiskTier(Tier):
             self._has_warned_of_pins = False
         except TierUnavailable as exc:  # what was pinned stays so: nobody said otherwise
             if not self._has_warned_of_pins:
-                logger.warning("the pins stay as they were. cause=%s", exc)
+                if self._pinned is None:
+                    logger.warning("the pins cannot be read, and nothing is evicted until they can be. cause=%s", exc)
+                else:
+                    logger.warning("the pins stay as they were. cause=%s", exc)
             self._has_warned_of_pins = True
 
     def _write_index(self) -> None:
