@@ -1,6 +1,7 @@
 """What a client that is gone leaves behind (rule 1), and what a server that stops or dies costs (rules 2 and 6)."""
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.counts import count
+from tests.kit.faults.syscalls import SyscallFaults
 from tests.kit.server.clients import SmallEngine, payload_bytes, poll_until, settings, worker_part
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
 from tests.kit.server.processes import WorkerProcess, descriptors, is_alive, kill_server, order, threads
@@ -17,7 +19,7 @@ from tiered_kv.errors import ProtocolError, TierUnavailable
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.server import protocol as m
 from tiered_kv.server.client import BACKOFF_FIRST_S, OUTBOX_BYTES_MAX, SchedulerClient
-from tiered_kv.server.directory import hold_arena_lock
+from tiered_kv.server.directory import hold_arena_lock, release_stale_arena_locks
 from tiered_kv.server.row_loan import RowLoan
 from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.tiers.disk.marker import claim
@@ -359,3 +361,15 @@ def test_reconnects_leak_neither_threads_nor_descriptors(engine: EngineStarter, 
     for _ in range(count("RECONNECTS", 50)):
         reconnect()
     wait_for(lambda: held() == before, "descriptors and threads to be as before")
+
+
+def test_an_arena_whose_lock_cannot_be_asked_counts_as_mapped(tmp_path: Path) -> None:
+    """Out of descriptors, a server took the lock for nobody's, and would have allocated a second arena beside that."""
+    os.close(hold_arena_lock(tmp_path, "0" * 16))
+    directory = SyscallFaults(tmp_path)
+    with directory.active():
+        list(tmp_path.glob("*"))
+    with SyscallFaults(tmp_path, len(directory.calls), errno.EMFILE).active():
+        assert release_stale_arena_locks(tmp_path, own_id="") == 1
+    assert release_stale_arena_locks(tmp_path, own_id="") == 0
+    assert list(tmp_path.iterdir()) == []

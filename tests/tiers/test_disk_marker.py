@@ -1,5 +1,6 @@
 """Whose a directory is: what is marked, what is recognised, what is refused, and what an open may remove."""
 
+import errno
 import json
 import logging
 import os
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.faults.syscalls import SyscallFaults
 from tests.kit.storage.disk_probe import blob_path, open_disk
-from tiered_kv.errors import ConfigError, DirectoryLocked
+from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
+from tiered_kv.server.directory import ServerInfo, refuse_foreign_info, write_info
+from tiered_kv.server.protocol import PROTOCOL
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.disk.marker import CONTENT, MARKER_FILE, Standing, claim, look_at, require_ours
 from tiered_kv.tiers.disk.sweep import LINES_MAX, STALE_S
@@ -376,3 +380,21 @@ def test_of_what_is_called_a_damaged_index_only_ours_is_removed(tmp_path: Path) 
     assert found == ["index", "index.damaged-2", "index.damaged-3", "index.damaged-by-hand"]
     assert (root / "index.damaged-2" / "thesis.tex").exists()
     assert (root / "index.damaged-3" / "cache.db").read_bytes() == b"garbage" * 1000
+
+
+PASSING = ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "ETIMEDOUT", "ENOTCONN")
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_what_the_medium_does_not_give_now_is_not_said_to_be_somebody_elses(tmp_path: Path, name: str) -> None:
+    """The advice was to name another directory, or to move server.json away, under which its server ends."""
+    claim(tmp_path)
+    write_info(tmp_path, ServerInfo("/run/x.sock", 1, "0.9.1", PROTOCOL, "0" * 16, ""))
+    for look in (require_ours, refuse_foreign_info):
+        counted = SyscallFaults(tmp_path)
+        with counted.active():
+            look(tmp_path)
+        for number in range(len(counted.calls)):
+            failing = SyscallFaults(tmp_path, number, getattr(errno, name), in_a_row=99)
+            with failing.active(), pytest.raises(TierUnavailable, match=name if look is require_ours else None):
+                look(tmp_path)

@@ -6,7 +6,6 @@ the socket lies in a private directory with a short path.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import logging
@@ -21,7 +20,7 @@ import msgspec
 
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, TierUnavailable
-from tiered_kv.tiers.disk.files import is_own_file, make_root, read_small_file, replace_small_file
+from tiered_kv.tiers.disk.files import is_of_the_file, is_own_file, make_root, read_small_file, replace_small_file
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ def refuse_foreign_info(root: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as exc:
-        if exc.errno == errno.EIO:
+        if not is_of_the_file(exc):
             raise TierUnavailable(f"cannot look at who owns the directory. path={path}: {exc}") from exc
         raise ConfigError(f"{_NOT_OURS}. path={path}: {exc.strerror}") from exc
     if not data.strip(b"\0"):  # what a power failure leaves of it
@@ -198,8 +197,11 @@ def release_stale_arena_locks(root: Path, own_id: str) -> int:
             continue
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # another server was quicker
+            continue
         except OSError as exc:
-            logger.warning("not a lock file of ours, left alone. path=%s: %s", path, exc)
+            held += not is_of_the_file(exc)  # it may be, and memory that is mapped still must not be taken for free
+            logger.warning("not a lock file of ours, or it cannot be asked; left alone. path=%s: %s", path, exc)
             continue
         try:
             status = os.fstat(fd)

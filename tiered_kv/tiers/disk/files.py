@@ -43,6 +43,7 @@ _CACHESTAT = 451
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
+_OF_A_FILE = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ENXIO})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _REFUSED_READ_ONLY = {"put": CapacityExceeded, "describe": CapacityExceeded, "delete": TierBusy}
 """By a file system that was remounted so. No breaker counts these: what is there can still be read."""
@@ -80,6 +81,11 @@ class mapped_errors:  # noqa: N801 - a context, named as those of contextlib
         if exc.errno == errno.EROFS and self._operation in _REFUSED_READ_ONLY:
             raise _REFUSED_READ_ONLY[self._operation](f"the file system is read-only. {said}") from exc
         raise TierUnavailable(f"disk operation failed: {exc.strerror or exc}. {said}") from exc
+
+
+def is_of_the_file(exc: OSError) -> bool:
+    """Whether an error tells what a file is or whose: it stays. Others, of the medium or the machine, may pass."""
+    return exc.errno in _OF_A_FILE
 
 
 def make_root(path: Path) -> None:

@@ -32,7 +32,7 @@ from typing import Final
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import NAME_BYTES, parse_path
-from tiered_kv.tiers.disk.files import mapped_errors, read_small_file, write_new_file
+from tiered_kv.tiers.disk.files import is_of_the_file, mapped_errors, read_small_file, write_new_file
 from tiered_kv.tiers.disk.scan import NAMESPACE_FILE, RECORD_BYTES_MAX, read_named_header
 from tiered_kv.tiers.disk.sweep import SMALL_TEMP_NAME, TEMP_NAME
 
@@ -172,8 +172,8 @@ def _read_marker(root: Path) -> Directory | None:
     except FileNotFoundError:
         return None
     except OSError as exc:
-        if exc.errno == errno.EIO:
-            raise  # the medium, not the marker
+        if not is_of_the_file(exc):
+            raise
         hint = "run as the user whose it is, or name another directory"
         return _refused(path, f"it cannot be read ({exc.strerror}): {hint}")
     if CONTENT.startswith(data) or not data.strip(b"\0"):
