@@ -5,7 +5,8 @@ or not write ours, aborts at any step. Every answer is greedy, so it can be comp
 """
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.kit.vllm.harness import Answer, as_answer, random_prompt
@@ -85,8 +86,23 @@ def wishes(seed: int, count: int) -> list[Wish]:
     return result
 
 
-def run_mix(llm: Any, mix: list[Wish], seed: int, *, abort_share: float = 0.01) -> Outcome:
-    """Put a mix to an engine, a few requests at a time, and abort some of them at any step."""
+def run_mix(
+    llm: Any,
+    mix: list[Wish],
+    seed: int,
+    *,
+    abort_share: float = 0.01,
+    follow_up_share: float = 0.0,
+    longest: int = 0,
+    between: Callable[[random.Random], None] | None = None,
+) -> Outcome:
+    """Put a mix to an engine, a few requests at a time, and abort some of them at any step.
+
+    Args:
+        follow_up_share: Of the requests, which go on from an answer to one before instead.
+        longest: Tokens that the prompt of such a request has at most.
+        between: Called after each step, with what is drawn from.
+    """
     source, outcome = random.Random(seed), Outcome()
     core = llm.llm_engine
     scheduler = core.engine_core.engine_core.scheduler
@@ -102,6 +118,9 @@ def run_mix(llm: Any, mix: list[Wish], seed: int, *, abort_share: float = 0.01) 
     while waiting or core.has_unfinished_requests():
         while waiting and (source.random() < 0.6 or not core.has_unfinished_requests()):
             number, wish = waiting.pop(0)
+            if follow_up_share and outcome.answers and source.random() < follow_up_share:
+                before, answer = source.choice(outcome.answers)
+                wish = replace(wish, prompt=(*before, *answer.tokens, *wish.prompt[-20:])[:longest])
             prompt = {"prompt_token_ids": list(wish.prompt)}
             core.add_request(f"{seed}-{number}", prompt, wish.parameters(), priority=wish.priority)
             live[f"{seed}-{number}"] = wish
@@ -116,5 +135,7 @@ def run_mix(llm: Any, mix: list[Wish], seed: int, *, abort_share: float = 0.01) 
                 for one in list(output.outputs):
                     output.outputs = [one]
                     outcome.answers.append((prompt_ids, as_answer(output)))
+        if between is not None:
+            between(source)
     scheduler._preempt_request = preempt
     return outcome
