@@ -9,14 +9,11 @@ and until none of their files is left. What both had stays, and is compared byte
 and the longest of all repeats; the disk is asked for nothing else meanwhile. Prints a table, then JSON.
 """
 
-import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import bench_report as report
 
@@ -24,8 +21,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY)]
 
 from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine, settings  # noqa: E402
-from tests.kit.server.probe import figures, wait_for, wait_written  # noqa: E402
-from tests.kit.server.processes import end_server  # noqa: E402
+from tests.kit.server.probe import figures, in_memory, wait_for, wait_written  # noqa: E402
+from tests.kit.server.processes import end_server, private_runtime  # noqa: E402
 from tests.kit.storage.disk_probe import blob_files  # noqa: E402
 from tiered_kv.chunks.geometry import LayerPage  # noqa: E402
 from tiered_kv.keys.prefix_keys import PrefixKeys  # noqa: E402
@@ -44,11 +41,6 @@ def prompt(number: int, own: int) -> list[int]:
     """A prompt that begins as all do."""
     first = number * 10_000_000
     return [*range(SHARED * CHUNK), *range(first, first + own * CHUNK)]
-
-
-def in_memory(root: Path) -> int:
-    chunks: int = figures(root)["hierarchy"]["host_ready_chunks"]
-    return chunks
 
 
 class Sessions:
@@ -106,11 +98,8 @@ def measure(own: int, chunk_kib: int, repeats: int) -> dict[str, Any]:
     width = chunk_kib * 1024 // (CHUNK // BLOCK * 2 * BLOCK * 2)
     pages = (LayerPage("layer.0", "BF16", (2, BLOCK, width), "HNC"),)
     room = 2 * (own + SHARED + 16) * chunk_kib * 1024
-    with (
-        tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as directory,
-        patch.dict(os.environ, XDG_RUNTIME_DIR=directory),
-    ):
-        root = Path(directory) / "cache"
+    with private_runtime() as directory:
+        root = directory / "cache"
         engine = SmallEngine.start(
             settings(root, host_bytes=room, disk_bytes=room + DISK_METADATA_BYTES, drain_s=60.0), pages=pages
         )

@@ -10,7 +10,6 @@ import os
 import struct
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typer.testing import CliRunner
 from tests.kit.s3 import S3
 from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine, settings
 from tests.kit.server.probe import figures, wait_ended, wait_for, wait_written
+from tests.kit.server.processes import private_runtime
 from tiered_kv.cli.main import app
 from tiered_kv.config import Config
 from tiered_kv.server.directory import server_directory
@@ -72,8 +72,7 @@ def scene(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     work = tmp_path_factory.mktemp("secrets")
     prefix = s3.new_prefix()
     kept = Scene()
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tkv-") as runtime:
-        patch.setenv("XDG_RUNTIME_DIR", runtime)
+    with pytest.MonkeyPatch.context() as patch, private_runtime() as runtime:
         patch.setenv("XDG_STATE_HOME", str(work / "state"))
         patch.setenv("AWS_ACCESS_KEY_ID", s3.access_key)
         patch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret_key)
@@ -91,7 +90,7 @@ def scene(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Scene:
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
         kept.said["logs of this process"] = "\n".join(records).encode()
-        kept.take_files("runtime", Path(runtime))
+        kept.take_files("runtime", runtime)
     kept.take_files("work", work)
     with s3.client() as client:
         for path in s3.paths(prefix):

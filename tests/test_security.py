@@ -246,11 +246,10 @@ def test_a_name_that_we_did_not_make_is_none_of_ours(path: str) -> None:
 @pytest.fixture
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A private place for sockets, with a short path."""
-    import tempfile
+    from tests.kit.server.processes import private_runtime
 
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tkv-") as directory:
-        patch.setenv("XDG_RUNTIME_DIR", directory)
-        yield Path(directory)
+    with private_runtime() as directory:
+        yield directory
 
 
 def listening(pid: int) -> list[str]:

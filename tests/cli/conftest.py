@@ -2,23 +2,21 @@
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kit.server.processes import end_server, start_serve
+from tests.kit.server.processes import end_server, private_runtime, start_serve
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(autouse=True, scope="session")
 def runtime_directory() -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tkv-") as directory:
-        patch.setenv("XDG_RUNTIME_DIR", directory)  # short, unlike tmp_path
+    with pytest.MonkeyPatch.context() as patch, private_runtime() as directory:
         patch.setenv("COLUMNS", "200")
-        yield Path(directory)
+        yield directory
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kit.server.clients import CHUNK, SmallEngine, settings
-from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.probe import counted, figures, wait_for, wait_written
 from tests.kit.storage.disk_probe import blob_files
 from tiered_kv.keys.extras import Salt, encode
 from tiered_kv.keys.prefix_keys import PrefixKeys
@@ -56,11 +56,6 @@ def hints(serve, root: Path, token_file: Path) -> Iterator[tuple[SmallEngine, in
     _, line = serve(f"file://{root}", *LIMITS, "--hints-token-file", token_file)
     with closing(SmallEngine.start(settings(root, host_bytes=None, disk_bytes=None))) as one:
         yield one, port_of(line)
-
-
-def counted(root: Path, name: str) -> int:
-    count: int = figures(root)["counters"].get(name, 0)
-    return count
 
 
 def churn(one: SmallEngine) -> None:

@@ -24,6 +24,7 @@ import tiered_kv
 from tests.kit.samples.old_index import OLD_MAGICS, write_old_index
 from tests.kit.server.clients import ANSWER_S, SmallEngine, poll_until, settings, worker_part
 from tests.kit.server.probe import figures, wait_ended, wait_written
+from tests.kit.server.processes import private_runtime
 from tiered_kv.chunks import header as f
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
@@ -122,8 +123,7 @@ def environment_of(place: Path | None) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def runtime_directory() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tkv-") as directory:
-        patch.setenv("XDG_RUNTIME_DIR", directory)
+    with private_runtime():
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.probe import counted, in_memory, wait_for, wait_written
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import assert_same
 from tests.kit.vllm.harness import Answer, as_answer, random_prompt, reset_gpu_cache, zero_kv
@@ -35,16 +35,6 @@ def llm(tiny_model: Path, root: Path) -> Iterator[Any]:
 
 def files(root: Path) -> int:
     return len(blob_files(root))
-
-
-def counted(root: Path, name: str) -> int:
-    count: int = figures(root)["counters"].get(name, 0)
-    return count
-
-
-def in_memory(root: Path) -> int:
-    chunks: int = figures(root)["hierarchy"]["host_ready_chunks"]
-    return chunks
 
 
 def say(llm: Any, root: Path, prompt: list[int], given: dict[str, Any] | None = None, *hints: Any) -> Answer:

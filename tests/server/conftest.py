@@ -1,20 +1,18 @@
 """A directory for a server, a private place for its socket, and the end of whatever a test leaves behind."""
 
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kit.server.clients import SmallEngine, hello, settings
-from tests.kit.server.processes import WorkerProcess, end_server, start_worker
+from tests.kit.server.processes import WorkerProcess, end_server, private_runtime, start_worker
 
 
 @pytest.fixture(autouse=True, scope="session")
 def runtime_directory() -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tkv-") as directory:
-        patch.setenv("XDG_RUNTIME_DIR", directory)  # short, unlike tmp_path
-        yield Path(directory)
+    with private_runtime() as directory:
+        yield directory
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kit.server.clients import CHUNK, SmallEngine, hello, poll_until, settings, tell
-from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.probe import counted, figures, in_memory, wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.disk_probe import blob_files
 from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
@@ -23,22 +23,12 @@ ALICE, BOB = session_name("alice", NO_TAG), session_name("bob", NO_TAG)
 OTHER = 1_000_000
 
 
-def counted(root: Path, name: str) -> int:
-    count: int = figures(root)["counters"].get(name, 0)
-    return count
-
-
 def wait_counted(root: Path, name: str, value: int) -> None:
     wait_for(lambda: counted(root, name) == value, f"{name}={value}")
 
 
 def files(root: Path) -> int:
     return len(blob_files(root))
-
-
-def in_memory(root: Path) -> int:
-    chunks: int = figures(root)["hierarchy"]["host_ready_chunks"]
-    return chunks
 
 
 def turn(one: SmallEngine, chunks: int, session: bytes, first_token: int = 0) -> None:

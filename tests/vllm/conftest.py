@@ -1,13 +1,12 @@
 """An engine without vLLM, and a cache directory, for tests of one side that need a real server behind it."""
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kit.server.clients import SmallEngine, lone_engine
-from tests.kit.server.processes import end_server
+from tests.kit.server.processes import end_server, private_runtime
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +16,8 @@ def engine() -> Iterator[SmallEngine]:
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def root(tmp_path: Path) -> Iterator[Path]:
     """A cache directory; a server that the test had started in it is ended."""
-    with tempfile.TemporaryDirectory(prefix="tkv-") as runtime:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)  # short, unlike tmp_path
+    with private_runtime():
         yield tmp_path / "cache"
         end_server(tmp_path / "cache")

@@ -1,6 +1,5 @@
 """What one engine's scheduler side is counted as, from real sessions with a real server."""
 
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,19 +20,6 @@ from tiered_kv.vllm.engine_metrics import CopyMeter, SchedulerMeter, TieredKVSta
 from tiered_kv.vllm.requests import RequestState, SentLookup
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(autouse=True, scope="module")
-def runtime_directory() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tkv-") as directory:
-        patch.setenv("XDG_RUNTIME_DIR", directory)  # short, unlike tmp_path
-        yield
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "cache"
-    end_server(tmp_path / "cache")
 
 
 class Request:

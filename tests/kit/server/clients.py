@@ -4,18 +4,15 @@ A worker's "paged KV" is one byte per chunk, so a slot's content says which chun
 """
 
 import json
-import os
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from tests.kit.server.probe import wait_for
-from tests.kit.server.processes import end_server
+from tests.kit.server.processes import end_server, private_runtime
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.config import Config
 from tiered_kv.keys.chunk_record import ChunkRecord
@@ -302,11 +299,8 @@ class SmallEngine:
 @contextmanager
 def lone_engine(**more: Any) -> Iterator[SmallEngine]:
     """An engine on a server of its own, in a directory of its own, for the length of a ``with`` block."""
-    with (
-        tempfile.TemporaryDirectory(prefix="tkv-") as directory,
-        patch.dict(os.environ, XDG_RUNTIME_DIR=directory),  # a socket's path has at most 107 bytes
-    ):
-        root = Path(directory) / "cache"
+    with private_runtime() as directory:
+        root = directory / "cache"
         engine = SmallEngine.start(settings(root, promotion_wait_ms=20_000, **more))
         try:
             yield engine

@@ -69,6 +69,18 @@ def figures(root: Path) -> dict[str, Any]:
     return state
 
 
+def counted(root: Path, name: str) -> int:
+    """How often something happened, by the name of its counter."""
+    count: int = figures(root)["counters"].get(name, 0)
+    return count
+
+
+def in_memory(root: Path) -> int:
+    """Chunks that lie in host memory and can be loaded."""
+    chunks: int = figures(root)["hierarchy"]["host_ready_chunks"]
+    return chunks
+
+
 def wait_written(root: Path) -> None:
     """Until everything that was committed is in the disk tier."""
     wait_for(lambda: figures(root)["pending_writes"] == 0, "pending writes")

@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import pytest
 
 from tests.kit.module_process import module_command, module_environment
 from tests.kit.server.probe import server_pid, wait_for
@@ -70,6 +73,15 @@ def end_softly(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
     wait_for(lambda: not is_alive(pid), "the server's end")
+
+
+@contextmanager
+def private_runtime() -> Iterator[Path]:
+    """A place for servers' sockets, whose paths have at most 107 bytes: short, unlike a test's directory."""
+    with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as directory:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_RUNTIME_DIR", directory)
+            yield Path(directory)
 
 
 def end_server(root: Path) -> None:
