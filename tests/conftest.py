@@ -40,6 +40,14 @@ def tiny_model() -> Path:
     return build_model(REPOSITORY / "build" / "models" / "tiny", shape=TINY)
 
 
+@pytest.fixture(scope="session")
+def new_model() -> Path:
+    """The same model with other weights."""
+    from tiered_kv.testing.model import TINY, build_model
+
+    return build_model(REPOSITORY / "build" / "models" / "tiny-seed1", seed=1, shape=TINY)
+
+
 @pytest.fixture(autouse=True)
 def package_logger() -> None:
     """The package's logger as Python makes it: a connector or a verb of an earlier test in this process set its own.

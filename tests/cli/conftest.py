@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.processes import end_server, private_runtime, start_serve
+from tests.kit.storage.places import Place, open_place
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -24,6 +26,21 @@ def root(tmp_path: Path) -> Iterator[Path]:
     directory = tmp_path / "cache"
     yield directory
     end_server(directory)
+
+
+@pytest.fixture
+def engine(root: Path) -> Iterator[SmallEngine]:
+    """An engine on a server in that directory."""
+    one = SmallEngine.start(settings(root))
+    yield one
+    one.close()
+
+
+@pytest.fixture(params=["disk", "shared"])
+def local_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """A tier, for what does not depend on the medium."""
+    with open_place(request.param, tmp_path, request.getfixturevalue) as place:
+        yield place
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests.kit.server.probe import figures, socket_of, wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.storage.stored_prompts import Model, tokens
-from tests.kit.verbs import Tier, complaint, directory_tier, refuse_deletions, report, run, s3_tier
+from tests.kit.verbs import Tier, complaint, directory_tier, refuse_deletions, report, run, s3_tier, tier_of
 from tiered_kv.config import Config
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.tags import tag_digest
@@ -27,7 +27,7 @@ DIGEST = tag_digest(TAG).hex()
 @pytest.fixture(params=["disk", "s3"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
     """A tenant's prompt, one that another asked for behind its beginning, others, and some of nobody."""
-    made = s3_tier(request.getfixturevalue("s3")) if request.param == "s3" else directory_tier(tmp_path / "kv")
+    made = tier_of(request, tmp_path)
     with made.open() as storage:
         ONE.store(storage, MINE, tag=TAG)
         ONE.store(storage, SHARED, tag="tenant-b")  # two chunks of it are there

@@ -14,7 +14,7 @@ import pytest
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import figures, socket_of, wait_written
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
-from tests.kit.verbs import Tier, complaint, directory_tier, refuse_deletions, report, run, s3_tier
+from tests.kit.verbs import Tier, complaint, directory_tier, refuse_deletions, report, run, tier_of
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.ops.server_link import ServerLink
 from tiered_kv.ops.storage import FOR_GOOD, RemovalTotals
@@ -27,7 +27,7 @@ FIRST, SECOND = tokens(1, 4), tokens(1, 2) + tokens(2, 1)  # begin alike
 @pytest.fixture(params=["disk", "s3"])
 def tier(request, tmp_path: Path) -> Tier:
     """Two prompts of one model that begin alike, one of another."""
-    made = s3_tier(request.getfixturevalue("s3")) if request.param == "s3" else directory_tier(tmp_path / "kv")
+    made = tier_of(request, tmp_path)
     with made.open() as storage:
         ONE.store(storage, FIRST, SECOND)
         TWO.store(storage, FIRST)

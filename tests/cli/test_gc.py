@@ -29,13 +29,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield place
 
 
-@pytest.fixture(params=["disk", "shared"])
-def local_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """For what does not depend on the medium."""
-    with open_place(request.param, tmp_path, request.getfixturevalue) as place:
-        yield place
-
-
 def base_model(place: Place, number: int) -> Model:
     return Model(epoch=f"{'base' if place.is_disk else 'shared'}-{number}")
 

@@ -25,7 +25,7 @@ from tests.kit.server.probe import wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.disk_probe import open_disk
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
-from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
+from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier, tier_of
 from tiered_kv.chunks.header import CHUNK_INDEX, HEADER_XXH3
 from tiered_kv.engine.self_test import self_test_format
 from tiered_kv.keys.chunk_record import ChunkRecord
@@ -60,7 +60,7 @@ def still(request, tmp_path_factory) -> Tier:
 @pytest.fixture(params=["disk", "s3"])
 def tier(request, tmp_path: Path) -> Tier:
     """A directory and a bucket that a test may change."""
-    return stocked(s3_tier(request.getfixturevalue("s3")) if request.param == "s3" else directory_tier(tmp_path / "kv"))
+    return stocked(tier_of(request, tmp_path))
 
 
 @pytest.fixture

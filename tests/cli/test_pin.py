@@ -10,7 +10,7 @@ from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.stored_prompts import Model, tokens
-from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
+from tests.kit.verbs import Tier, complaint, directory_tier, report, run, tier_of
 from tiered_kv.tiering.multi_queue import LEVELS
 
 PROMPT = tokens(1, 4)
@@ -19,7 +19,7 @@ NAMES = Model().names(PROMPT)
 
 @pytest.fixture(params=["disk", "s3"])
 def tier(request, tmp_path: Path) -> Tier:
-    made = s3_tier(request.getfixturevalue("s3")) if request.param == "s3" else directory_tier(tmp_path / "kv")
+    made = tier_of(request, tmp_path)
     with made.open() as storage:
         Model().store(storage, PROMPT)
     return made

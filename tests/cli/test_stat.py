@@ -6,13 +6,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
 
 from tests.kit.server.clients import CHUNK, SmallEngine, payload_bytes, settings
 from tests.kit.server.object_nodes import CHUNK as NODE_CHUNK
@@ -20,14 +18,10 @@ from tests.kit.server.object_nodes import Place, load, node, s3_place, store, wa
 from tests.kit.server.probe import figures, is_serving, wait_ended, wait_for, wait_written
 from tests.kit.storage.stored_prompts import CHUNK as STOCK_CHUNK
 from tests.kit.storage.stored_prompts import Model, tokens
-from tiered_kv.cli.app import app
+from tests.kit.verbs import run
 from tiered_kv.cli.stat import StatReport
 from tiered_kv.metrics.figures import ServerFigures, sum_operations
 from tiered_kv.ops.open import open_storage
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def report(*arguments: object) -> StatReport:
@@ -56,13 +50,6 @@ def check_sums(found: ServerFigures, chunk_tokens: int) -> None:
     assert told.asked_tokens == told.asked_chunks * chunk_tokens
     assert told.prompt_tokens == told.prompt_chunks * chunk_tokens >= told.asked_tokens
     assert all(hit.tokens == hit.chunks * chunk_tokens for hit in told.hits)
-
-
-@pytest.fixture
-def engine(root: Path) -> Iterator[SmallEngine]:
-    one = SmallEngine.start(settings(root))
-    yield one
-    one.close()
 
 
 # -- a server ---------------------------------------------------------------------------------------------------------

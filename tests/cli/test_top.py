@@ -15,30 +15,23 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from tests.kit.server.clients import CHUNK, SmallEngine, payload_bytes, settings
 from tests.kit.server.probe import wait_ended
 from tests.kit.server.processes import kill_server
-from tiered_kv.cli.app import app
+from tests.kit.verbs import run
 from tiered_kv.cli.top import TopReport
 
 TOP = [sys.executable, "-m", "tiered_kv.cli", "top"]
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["top", *map(str, arguments)])
+def top(*arguments: object) -> Result:
+    return run("top", *arguments)
 
 
 def reports(text: str) -> list[TopReport]:
     return [msgspec.convert(json.loads(line), TopReport) for line in text.splitlines()]
-
-
-@pytest.fixture
-def engine(root: Path) -> Iterator[SmallEngine]:
-    one = SmallEngine.start(settings(root))
-    yield one
-    one.close()
 
 
 @pytest.fixture
@@ -95,10 +88,10 @@ def test_what_happens_between_polls_is_told_once(root: Path, start) -> None:
 
 
 def test_count_is_the_number_of_lines_or_blocks(engine: SmallEngine, root: Path) -> None:
-    found = reports(run(f"file://{root}", "--interval", 0.1, "--count", 3, "--json").stdout)
+    found = reports(top(f"file://{root}", "--interval", 0.1, "--count", 3, "--json").stdout)
     assert len(found) == 3
     assert found[0].rates.uptime_s < found[1].rates.uptime_s < found[2].rates.uptime_s
-    text = run(f"file://{root}", "--interval", 0.1, "--count", 2).stdout
+    text = top(f"file://{root}", "--interval", 0.1, "--count", 2).stdout
     assert len(re.findall(r"^tokens/s ", text, flags=re.MULTILINE)) == 2
     assert len(re.findall(r"^disk +.* in use$", text, flags=re.MULTILINE)) == 2
     assert "\x1b" not in text
@@ -106,15 +99,15 @@ def test_count_is_the_number_of_lines_or_blocks(engine: SmallEngine, root: Path)
 
 def test_without_a_server_it_says_so(root: Path) -> None:
     root.mkdir()
-    done = run(f"file://{root}")
+    done = top(f"file://{root}")
     assert (done.exit_code, done.stdout) == (1, "")
     assert "no server is running for it; `tiered-kv stat` shows" in done.stderr
     assert os.listdir(root) == []
 
 
 def test_an_interval_has_bounds(root: Path) -> None:
-    assert run(f"file://{root}", "--interval", 0).exit_code == 2
-    assert run(f"file://{root}", "--count", 0).exit_code == 2
+    assert top(f"file://{root}", "--interval", 0).exit_code == 2
+    assert top(f"file://{root}", "--count", 0).exit_code == 2
 
 
 def test_it_ends_when_the_server_goes_away(engine: SmallEngine, root: Path, start) -> None:

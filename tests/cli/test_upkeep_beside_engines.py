@@ -1,10 +1,7 @@
 """`tiered-kv verify` and `gc` beside engines that store and load: misses or the right bytes, never an error."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.kit.server.clients import SmallEngine, poll_until, settings
 from tests.kit.server.object_nodes import Place as NodePlace
@@ -20,13 +17,6 @@ from tiered_kv.ops.garbage import MinimumAges, collect, find
 from tiered_kv.ops.server_link import ServerLink
 from tiered_kv.tiers.disk.index import read_index
 from tiered_kv.tiers.disk.lock import DirectoryLock
-
-
-@pytest.fixture
-def engine(root: Path) -> Iterator[SmallEngine]:
-    one = SmallEngine.start(settings(root))
-    yield one
-    one.close()
 
 
 def blob_paths(engine: SmallEngine, count: int, first_token: int = 0) -> list[str]:

@@ -35,13 +35,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield place
 
 
-@pytest.fixture(params=["disk", "shared"])
-def local_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """For what does not depend on the medium."""
-    with open_place(request.param, tmp_path, request.getfixturevalue) as place:
-        yield place
-
-
 def under_name(blob: bytes, name: BlobName) -> bytes:
     """A sound blob whose header says another namespace, key and parent than it was sealed with."""
     data = bytearray(blob)

@@ -25,13 +25,6 @@ PROMPT = random_prompt(4000, 2 * CHUNK + TAIL)
 HIT = 2 * CHUNK
 
 
-@pytest.fixture(scope="module")
-def new_model(repository: Path) -> Path:
-    from tiered_kv.testing.model import TINY, build_model
-
-    return build_model(repository / "build" / "models" / "tiny-seed1", seed=1, shape=TINY)
-
-
 def ask(model: Path, root: Path, **options: Any) -> Answer:
     """One prompt's answer by an engine of its own, when all it stored is on disk."""
     with cached_engine(model, root, **options) as engine:

@@ -41,13 +41,6 @@ STEPS_MAX = 200_000
 
 
 @pytest.fixture(scope="module")
-def new_model(repository: Path) -> Path:
-    from tiered_kv.testing.model import TINY, build_model
-
-    return build_model(repository / "build" / "models" / "tiny-seed1", seed=1, shape=TINY)
-
-
-@pytest.fixture(scope="module")
 def new_plain(new_model: Path) -> list[Answer]:
     """What an engine answers that was started with the new weights, without any cache of ours."""
     with running(new_model, enable_prefix_caching=False) as llm:

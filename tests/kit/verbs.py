@@ -82,6 +82,11 @@ def directory_tier(path: Path) -> Tier:
     return Tier(f"file://{path}", {"disk_bytes": 1 << 30})
 
 
+def tier_of(request: pytest.FixtureRequest, place: Path) -> Tier:
+    """An empty tier of the kind that a fixture's parameter names: ``disk`` or ``s3``."""
+    return s3_tier(request.getfixturevalue("s3")) if request.param == "s3" else directory_tier(place / "kv")
+
+
 def s3_tier(s3: S3) -> Tier:
     """A fresh prefix of the test's bucket."""
     return Tier(s3.uri(s3.new_prefix()), {"storage_options": s3.options()})

@@ -1,5 +1,6 @@
 """An engine without vLLM, and a cache directory, for tests of one side that need a real server behind it."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,3 +22,11 @@ def root(tmp_path: Path) -> Iterator[Path]:
     with private_runtime():
         yield tmp_path / "cache"
         end_server(tmp_path / "cache")
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Failures that a simulation injects are logged with their tracebacks; what counts is in its outcome."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)

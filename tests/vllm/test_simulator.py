@@ -4,7 +4,6 @@ The only cover for model runner V2 on a machine without a GPU; docs/simulator.md
 seed is run again with ``TIERED_KV_SEED=<n> TIERED_KV_SEEDS=1``.
 """
 
-import logging
 import random
 from collections import Counter
 from dataclasses import replace
@@ -29,7 +28,7 @@ from tests.sim.vllm.scenario import Plan, run_scenario
 from tiered_kv.vllm import requests
 from tiered_kv.vllm.compat import release, vllm_version
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 SEEDS = count("SEEDS", 12)
 MODES = ("v1 sync", "v2 sync", "v1 async", "v2 async")
@@ -47,14 +46,6 @@ SEEN_IN_200 = (
 def totals():
     """What all seeds of this run did."""
     return Counter()
-
-
-@pytest.fixture(autouse=True)
-def _quiet(caplog):
-    """Injected failures are logged with their tracebacks; what counts is in the outcome."""
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("number", range(seed(), seed() + SEEDS))

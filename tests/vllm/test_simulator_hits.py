@@ -4,7 +4,6 @@
 2,000 prompts of each kind.
 """
 
-import logging
 import random
 from collections import Counter
 
@@ -15,7 +14,7 @@ from tests.kit.server.processes import end_server
 from tests.sim.vllm.families import FAMILIES
 from tests.sim.vllm.hits import REASONS, Hits, run_histories
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 PROMPTS = count("HIT_PROMPTS", 25)
 CHUNKS = {"state": 8, "state_window": 8, "state_tail": 8, "state_draft": 8}
@@ -29,13 +28,6 @@ MAY_DIFFER = {
     "state_draft": ("fork", "answer"),
 }
 """Reasons that a kind may have, where not any."""
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("kind", [*WINDOWS, *FAMILIES])

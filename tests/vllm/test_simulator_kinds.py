@@ -5,7 +5,6 @@
 not run. Each family is asked random prompts under pressure, and each has errors planted that must be noticed.
 """
 
-import logging
 import random
 from dataclasses import replace
 
@@ -31,18 +30,10 @@ from tests.sim.vllm.faults import (
 from tests.sim.vllm.scenario import Plan, run_scenario
 from tiered_kv.errors import ConfigError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 SEEDS = count("KIND_SEEDS", 2)
 CHUNK = 16
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    """Injected failures are logged with their tracebacks; what counts is in the outcome."""
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("number", range(seed(), seed() + SEEDS))

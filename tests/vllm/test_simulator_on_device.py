@@ -3,8 +3,6 @@
 Which bytes go where is compared by the simulator for every token; races are for tests/chunks/test_device_copy.py.
 """
 
-import logging
-
 import pytest
 
 from tests.kit.counts import count, seed
@@ -12,17 +10,9 @@ from tests.kit.gpu.immediate import copies_as_on_a_device
 from tests.sim.vllm.scenario import Plan, run_scenario
 from tiered_kv.vllm.worker import WorkerSide
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 SEEDS = count("DEVICE_SEEDS", 4)
-
-
-@pytest.fixture(autouse=True)
-def _quiet(caplog):
-    """Injected failures are logged with their tracebacks; what counts is in the outcome."""
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("number", range(seed(), seed() + SEEDS))

@@ -5,7 +5,6 @@ Each of the wrong ways that real engines show by a log-probability only (``tests
 ``TIERED_KV_SEED=<n> TIERED_KV_STATE_SEEDS=1``.
 """
 
-import logging
 import random
 from collections import Counter
 from dataclasses import replace
@@ -32,7 +31,7 @@ from tiered_kv.errors import UnsupportedModel
 from tiered_kv.vllm import connector
 from tiered_kv.vllm.compat import ask_for_state
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 BLOCK = 8
 """Of states, and so a chunk."""
@@ -46,14 +45,6 @@ SEEN_IN_200 = (
     "rejected_drafts", "checked_draft_tokens", "undrafted_tokens", "block_copies",
 )  # fmt: skip
 """What must have happened in so many seeds, or they show less than they should."""
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    """Loads that fail are logged with their tracebacks; what counts is in the findings."""
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 vLLM's real scheduler and block pool, the real server; a model that checks every token of KV that it attends to.
 """
 
-import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -26,20 +25,13 @@ from tiered_kv.tiering.tails import TAILS_MAX
 from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.requests import FoundTail
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 CHUNK = 16
 WHOLE = 5 * CHUNK
 TAIL_ENDS = ("tail_held", "tails", "tails_failed")
 SEEDS = count("TAIL_SEEDS", 4)
 SEEN = ("tails", "tail_loads", "loads")
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 class TailedEngine(AskedEngine):
