@@ -18,8 +18,6 @@ for engines that compute 1000 and 50 tokens a second. Prints a table and writes 
 import argparse
 import json
 import os
-import platform
-import shlex
 import shutil
 import signal
 import statistics
@@ -36,7 +34,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
-from bench_report import percentile  # noqa: E402  # beside this script
+from bench_report import finish, machine, percentile, table  # noqa: E402  # beside this script
 from object_faults import GROUPS  # noqa: E402  # beside this script
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
@@ -53,6 +51,10 @@ FAULTS = ("none", "dead", "stalled", "slow")
 PAUSE_S = {"none": 0.0, "dead": 0.0, "stalled": 0.05, "slow": 0.0}
 """Between requests: a stall is noticed after ten seconds."""
 SLOW_RATE = "2M"
+COLUMNS = {
+    "fault": "fault", "rule": "rule", "requests": "requests", "hits": "hits", "p50_ms": "p50 ms", "p99_ms": "p99 ms",
+    "max_ms": "max ms", "left_alone": "left alone", "left_alone_p99_ms": "p99 ms then",
+}  # fmt: skip
 ROLE = EngineRole(may_load=True, may_store=False, has_prefix_caching=False)
 
 
@@ -176,20 +178,6 @@ def row(fault: str, rule: str, samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| fault | rule | requests | hits | p50 ms | p99 ms | max ms | left alone | p99 ms then |",
-        "|---" * 9 + "|",
-    ]
-    for cell in rows:
-        then = "-" if cell["left_alone_p99_ms"] is None else f"{cell['left_alone_p99_ms']:.1f}"
-        lines.append(
-            f"| {cell['fault']} | {cell['rule']} | {cell['requests']} | {cell['hits']} | {cell['p50_ms']:.1f} | "
-            f"{cell['p99_ms']:.1f} | {cell['max_ms']:.1f} | {cell['left_alone']} | {then} |"
-        )
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=300)
@@ -203,21 +191,11 @@ def main() -> None:
         for fault in FAULTS:
             for rule in PREFILL:
                 rows.append(row(fault, rule, measure(Path(work) / f"{fault}-{rule}", fault, rule, options)))
-                print(table(rows)[-1], flush=True)
-    facts = {
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load": round(os.getloadavg()[0], 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "command": shlex.join(["python", "benchmarks/disk_faults.py", *sys.argv[1:]]),
-    }
+                print(table(rows, COLUMNS)[-1], flush=True)
+    facts = machine("disk_faults")
     print("\nadded latency per request:\n")
-    print("\n".join(table(rows)))
-    target = REPOSITORY / "build" / "disk_faults.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps({"machine": facts, "results": rows}, indent=1) + "\n")
-    print(json.dumps({"machine": facts, "file": str(target.relative_to(REPOSITORY))}))
+    print("\n".join(table(rows, COLUMNS)))
+    finish("disk_faults", rows, facts)
 
 
 if __name__ == "__main__":

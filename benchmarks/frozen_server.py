@@ -19,7 +19,6 @@ Builds a model with seeded weights under build/. Prints a table and writes build
 """
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -31,7 +30,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from bench_report import machine, percentile
+from bench_report import finish, machine, percentile, table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY)]
@@ -239,16 +238,6 @@ def row(server: str, rounds: list[tuple[list[float], list[float], float]]) -> di
     }
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    names = [name for name in rows[0] if name not in ("server", "steps")]
-    lines = ["| server | steps | " + " | ".join(name.replace("_", " ") for name in names) + " |"]
-    lines.append("|---" * (len(names) + 2) + "|")
-    for cell in rows:
-        shown = " | ".join(f"{cell[name]:.2f}" for name in names)
-        lines += [f"| {cell['server']} | {cell['steps']} | {shown} |"]
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
@@ -262,10 +251,8 @@ def main() -> None:
     facts = machine(
         "frozen_server", lookup_timeout_ms=LOOKUP_TIMEOUT_MS, prompts=options.prompts, tokens=options.tokens
     )
-    print("\n".join(table(rows)))
-    target = REPOSITORY / "build" / f"frozen_server{'_pressure' if options.pressure else ''}.json"
-    target.write_text(json.dumps({"machine": facts, "results": rows}, indent=1) + "\n")
-    print(json.dumps({"machine": facts, "file": str(target.relative_to(REPOSITORY))}))
+    print("\n".join(table(rows, {name: name.replace("_", " ") for name in rows[0]})))
+    finish(f"frozen_server{'_pressure' if options.pressure else ''}", rows, facts)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ tests in front of it. Prints a table and writes build/object_faults.json.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_report import machine, percentile
+from bench_report import finish, machine, percentile, table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
@@ -52,6 +51,12 @@ STEP_S = 0.001
 GROUPS = CacheGroups([CacheGroup(0, BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
 PREFILL = {"fast": 1000.0, "slow": 50.0, "patient": 1000.0}
 """Rules, and the tokens per second that the engine is said to compute."""
+
+COLUMNS = {
+    "fault": "fault", "wait": "rule", "requests": "requests", "p50_ms": "p50 ms", "p99_ms": "p99 ms",
+    "max_ms": "max ms", "loss_p99_ms": "p99 loss", "hits": "hits", "while_open": "breaker open",
+    "open_p99_ms": "p99 ms while open",
+}  # fmt: skip
 
 NO_BUCKET = "no bucket at all"
 DOWN = "down"
@@ -193,20 +198,6 @@ def row(fault: str, wait: str, samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| fault | rule | requests | p50 ms | p99 ms | max ms | p99 loss | hits | breaker open | p99 ms while open |",
-        "|---" * 10 + "|",
-    ]
-    for cell in rows:
-        shown = "-" if cell["open_p99_ms"] is None else f"{cell['open_p99_ms']:.1f}"
-        lines.append(
-            f"| {cell['fault']} | {cell['wait']} | {cell['requests']} | {cell['p50_ms']:.1f} | {cell['p99_ms']:.1f} | "
-            f"{cell['max_ms']:.1f} | {cell['loss_p99_ms']:.1f} | {cell['hits']} | {cell['while_open']} | {shown} |"
-        )
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs=3, default=[100, 30, 10], help="per fault: fast, slow, patient")
@@ -224,7 +215,7 @@ def main() -> None:
         for fault in FAULTS:
             for wait, count in zip(PREFILL, options.requests, strict=True):
                 rows.append(row(fault, wait, measure(run, fault, wait, count)))
-                print(table(rows)[-1], flush=True)
+                print(table(rows, COLUMNS)[-1], flush=True)
         facts = machine(
             "object_faults",
             storage_timeout_s=options.timeout_s,
@@ -232,16 +223,13 @@ def main() -> None:
             prompt_tokens=options.chunks * CHUNK,
         )
     print("\nadded latency per request:\n")
-    print("\n".join(table(rows)))
-    target = REPOSITORY / "build" / "object_faults.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps({"machine": facts, "results": rows}, indent=1) + "\n")
-    print(json.dumps({"machine": facts, "file": str(target.relative_to(REPOSITORY))}))
+    print("\n".join(table(rows, COLUMNS)))
     shipped = [cell for cell in rows if cell["wait"] != "patient"]
     late = [f"{cell['fault']} ({cell['wait']})" for cell in shipped if cell["loss_p99_ms"] >= 1e3 * options.timeout_s]
     print(
         f"shipped rule: p99 of the loss >= storage_timeout_s={options.timeout_s:g} in: {', '.join(late) or 'no case'}"
     )
+    finish("object_faults", rows, facts)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,7 @@ import io
 import json
 import mmap
 import os
-import platform
 import resource
-import shlex
 import statistics
 import subprocess
 import sys
@@ -48,6 +46,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from unittest.mock import patch
 from urllib.parse import urlsplit
+
+import bench_report
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
@@ -544,15 +544,7 @@ def machine(bucket: Bucket) -> dict[str, object]:
         text=True,
         check=False,
     )
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "disk": " ".join(disk.stdout.split()),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "server": bucket.server,
-        "command": shlex.join(["python", "benchmarks/object_store.py", *sys.argv[1:]]),
-    }
+    return bench_report.machine("object_store", disk=" ".join(disk.stdout.split()), server=bucket.server)
 
 
 def main() -> None:
