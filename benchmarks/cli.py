@@ -10,9 +10,7 @@ header is read.
 
 import argparse
 import hashlib
-import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -23,6 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from bench_report import finish, machine
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
@@ -182,9 +182,8 @@ def main() -> None:
             f"{label:32} {figures.wall_s:7.3f} s wall {figures.cpu_s:7.3f} s CPU "
             f"{figures.peak_rss_mib:6.0f} MiB peak {figures.output_bytes:>10.0f} bytes printed"
         )
-    machine = {"python": platform.python_version(), "kernel": platform.release(), "cpus": os.cpu_count()}
     shown = {label: {name: round(value, 4) for name, value in f._asdict().items()} for label, f in results.items()}
-    print(json.dumps({"chunks": options.chunks, "machine": machine, "results": shown}))
+    finish("cli", shown, machine("cli", chunks=options.chunks))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ own, in which only the open is timed; the page cache is warm (making the files w
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from bench_report import finish, machine
 
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.testing.blobs import SampleChain
@@ -153,8 +154,7 @@ def main() -> None:
         }
     for name, figures in results.items():
         print(f"{name:28}", "  ".join(f"{key}={value:g}" for key, value in figures.items()))
-    machine = {"python": platform.python_version(), "kernel": platform.release(), "cpus": os.cpu_count()}
-    print(json.dumps({"blobs": options.blobs, "machine": machine, "results": results}))
+    finish("disk_index", results, machine("disk_index", blobs=options.blobs))
 
 
 if __name__ == "__main__":

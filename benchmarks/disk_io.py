@@ -5,16 +5,16 @@ directory (about 400 MiB), whose files alone are dropped from the page cache bet
 """
 
 import argparse
-import json
 import mmap
 import os
-import platform
 import resource
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from bench_report import finish, machine
 
 TOTAL_MIB = 384
 
@@ -111,8 +111,7 @@ def main() -> None:
                         print(
                             f"{mib:4} {threads:7} {run:3}  {name:20} {figures['gb_per_s']:4}  {figures['cpu_s_per_gb']}"
                         )
-    machine = {"python": platform.python_version(), "kernel": platform.release(), "cpus": os.cpu_count()}
-    print(json.dumps({"machine": machine, "results": results}))
+    finish("disk_io", results, machine("disk_io"))
 
 
 if __name__ == "__main__":
