@@ -115,6 +115,8 @@ class Run:
         ]
 
     def end(self):
+        self.world.watchers.clear()
+        self.world.on_delete = lambda server, paths: None
         for server in self.servers:
             server.crash()
         self.world.run(1000)
@@ -146,8 +148,6 @@ def test_the_limit_holds_whatever_fails(number):
         assert run.peak > run.capacity / 3
         assert run.holes(older_than_s=250) == []
     finally:
-        run.world.watchers.clear()
-        run.world.on_delete = lambda server, paths: None
         run.end()
 
 
@@ -168,8 +168,6 @@ def test_the_limit_holds_while_the_lead_goes_round(number):
                     run.start()
         run.calm_down()
     finally:
-        run.world.watchers.clear()
-        run.world.on_delete = lambda server, paths: None
         run.end()
 
 
@@ -191,8 +189,6 @@ def test_the_limit_holds_while_servers_rest_and_wake_up(number):
         assert rested, "nobody ever rested"
         run.calm_down()
     finally:
-        run.world.watchers.clear()
-        run.world.on_delete = lambda server, paths: None
         run.end()
 
 
@@ -202,7 +198,6 @@ def test_a_simulation_repeats_itself():
         run.world.faults = Faults(failing=0.05, lost_reply=0.05, late=0.05, frozen=0.02)
         run.world.run(150)
         found = [(s.name, s.stored_count, s.refused_count) for s in run.servers], sorted(run.world.objects)
-        run.world.watchers.clear()
         run.end()
         return found
 

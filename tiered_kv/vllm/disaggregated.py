@@ -105,9 +105,9 @@ class DisaggregatedPrefill:
             self._lookups.ask_anew(state)  # the next question sends a new one
         return None
 
-    def awaits(self, state: RequestState, computed_tokens: int, matched: int) -> bool:
-        """Whether :meth:`matched` would answer "ask again" now."""
-        missing = self._missing(state, computed_tokens, matched)
+    def awaits(self, state: RequestState, computed_tokens: int) -> bool:
+        """Whether :meth:`matched` would answer "ask again" now if nothing were held."""
+        missing = self._missing(state, computed_tokens, 0)
         return missing > 0 and self._goes_on_waiting(state, missing, self._monotonic())
 
     def _missing(self, state: RequestState, computed_tokens: int, matched: int) -> int:

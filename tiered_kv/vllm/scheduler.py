@@ -347,7 +347,7 @@ class SchedulerSide:
             if self._awaits_more(state, lookup, answer, (max(arrived, 0), parts, unknown), computed):
                 return None
         if arrived <= 0:
-            if self._disaggregated.awaits(state, computed, 0):
+            if self._disaggregated.awaits(state, computed):
                 return 0  # it is asked anew; a lookup that was given up counts
             if promised + unknown > 0:
                 self.counters["promotion_not_awaited"] += 1
