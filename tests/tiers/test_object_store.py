@@ -720,7 +720,7 @@ def test_credentials_that_end_soon_are_not_asked_for_before_every_request(tmp_pa
 @pytest.mark.parametrize("how", ["exit 1", "exec sleep 600"], ids=["fails", "hangs"])
 def test_credentials_that_cannot_be_renewed_are_used_until_they_expire(tmp_path, monkeypatch, how):
     """botocore takes none of the last ten minutes then, although the store takes them all."""
-    monkeypatch.setattr("tiered_kv.tiers.object.s3_session.FRESH_S", -1.0)
+    monkeypatch.setattr("tiered_kv.tiers.object.renewal.FRESH_S", -1.0)
     program = tmp_path / "program"
     without_credentials(monkeypatch, tmp_path, f"credential_process = {program}")
     fails_from_the_third_on = f"[ $(wc -l < '{program}.runs') -lt 3 ] || {how}"
@@ -736,7 +736,7 @@ def test_credentials_that_cannot_be_renewed_are_used_until_they_expire(tmp_path,
 
 def test_nobody_waits_for_a_renewal_that_takes_long_and_it_counts(monkeypatch):
     """Programs and services take seconds; for a quarter of an hour botocore would have every request wait for them."""
-    monkeypatch.setattr("tiered_kv.tiers.object.s3_session.FRESH_S", -1.0)
+    monkeypatch.setattr("tiered_kv.tiers.object.renewal.FRESH_S", -1.0)
     first, second = (ReadOnlyCredentials(key, "secret", "token") for key in ("one", "two"))
 
     async def ask():

@@ -6,7 +6,6 @@ import mmap
 import os
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -519,18 +518,6 @@ def test_a_client_that_is_unlike_s3fs_is_not_used(s3: S3, monkeypatch: pytest.Mo
 
 
 # -- TLS --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A certificate for localhost that is its own authority, and its key."""
-    directory = tmp_path_factory.mktemp("tls")
-    paths = (str(directory / "certificate.pem"), str(directory / "key.pem"))
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    )
-    subprocess.run([*command.split(), "-out", paths[0], "-keyout", paths[1]], check=True, capture_output=True)
-    return paths
 
 
 def tls_server(

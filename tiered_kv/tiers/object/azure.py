@@ -9,7 +9,8 @@ client waits 15 s before it tries again, longer than a call may take.
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import is_missing, status_of
 from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_expected, check_size
+from tiered_kv.tiers.object.renewal import Renewal, identifying
 
 PARTS_AT_ONCE: Final = 4
 """Azure's client reads what is larger than 32 MiB, and writes what is larger than 64 MiB, in parts of 4 MiB."""
@@ -31,13 +33,56 @@ ONCE: Final = {"retry_total": 0, "logger": _requests}
 def open_azure(location: Location, timeout_s: float) -> Medium:
     """The container of a location; nothing is asked of it yet."""
     container, _, prefix = location.path.partition("/")
-    return AzureMedium(LoopClient(lambda: _open_filesystem(location), timeout_s), container, prefix)
+    return AzureMedium(LoopClient(lambda: _open_filesystem(location, timeout_s), timeout_s), container, prefix)
 
 
-def _open_filesystem(location: Location) -> Any:
+def _open_filesystem(location: Location, timeout_s: float) -> Any:
     from adlfs import AzureBlobFileSystem  # noqa: PLC0415  # slow to import: only processes that use one pay for it
 
-    return AzureBlobFileSystem(**{**location.options, "use_listings_cache": False, "skip_instance_cache": True})
+    options = {**location.options, "use_listings_cache": False, "skip_instance_cache": True}
+    filesystem = AzureBlobFileSystem(**options)
+    found = filesystem.credential
+    if hasattr(found, "get_token_info"):
+        filesystem.credential = _SeldomTokens(found, timeout_s)
+        filesystem.do_connect()
+    return filesystem
+
+
+class _SeldomTokens:
+    """An identity's tokens, renewed as :class:`Renewal` does it: Azure's client waits for it while they still hold.
+
+    Threads: the loop's.
+    """
+
+    def __init__(self, found: Any, timeout_s: float) -> None:
+        self._found = found
+        self._timeout_s = timeout_s
+        self._renewals: dict[object, Renewal[Any]] = {}
+        self.get_token = (
+            found.get_token
+        )  # by which Azure's client knows credentials of this kind; it asks for the other
+        self.close = found.close
+
+    async def get_token_info(self, *scopes: str, options: Mapping[str, Any] | None = None) -> Any:
+        """What Azure's client asks for.
+
+        Raises:
+            NoIdentity: There is none.
+        """
+
+        async def ask() -> Any:
+            return await self._found.get_token_info(*scopes, options=options)
+
+        asked = options or {}
+        renewal = Renewal(ask, _expires_within)
+        if not asked.get("claims"):  # which answer one refusal, and are not asked for again
+            renewal = self._renewals.setdefault((scopes, *sorted(asked.items())), renewal)
+        async with identifying(self._timeout_s):
+            return await renewal.current()
+
+
+def _expires_within(token: Any, seconds: float) -> bool:
+    return bool(token.expires_on - time.time() < seconds)
 
 
 class AzureMedium:

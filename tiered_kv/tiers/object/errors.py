@@ -29,6 +29,7 @@ _ELSEWHERE = (
     "what answers there sends requests elsewhere: check endpoint_url (http in place of https), "
     "or the bucket is in another region: the option region of storage_uri or AWS_REGION"
 )
+_LATE = "the client or its credentials did not come in time; check the program, role or service that gives them"
 _CLOCK = "this machine's clock is too far from the store's; set the clock (NTP)"
 _SLOW = "the store asks for fewer requests; lower storage_concurrency if this stays"
 _AZURE_KEY = "check account_name, account_key and sas_token in storage_options, or AZURE_STORAGE_* in the environment"
@@ -100,8 +101,13 @@ _BY_CLASS: Final[dict[str, str]] = {
     "ProfileNotFound": "there is no such profile; check the option profile or AWS_PROFILE",
     "NoRegionError": "no region is known; set the option region of storage_uri or AWS_REGION",
     "InvalidRegionError": "this is no region; check the option region of storage_uri or AWS_REGION",
-    "CredentialUnavailableError": f"no credentials were found; {_AZURE_KEY}",
-    "ClientAuthenticationError": f"credentials could not be fetched; {_AZURE_KEY}",
+    "CredentialUnavailableError": f"no credentials were found; check the identity, or {_AZURE_KEY}",
+    "ClientAuthenticationError": f"credentials could not be fetched from an identity; check it, or {_AZURE_KEY}",
+    "NoClientYet": _LATE,
+    "NoGoogleKeys": "no credentials were found, so it was asked without any; name a service account's file as token in "
+    "storage_options or in GOOGLE_APPLICATION_CREDENTIALS, or check the instance's service account",
+    "BadKeyFile": "the file that the option token names has no key of a service account and no user's login, or is not "
+    "whole; name a file of another kind, as a federated identity's, in GOOGLE_APPLICATION_CREDENTIALS instead",
     "OtherFileSystem": "the directory is on another file system than before; check that it is mounted, and restart the "
     "server if that is meant",
     "NotAStore": "what answers there is no S3 server; check endpoint_url and what is between here and the store",
@@ -188,8 +194,20 @@ class OtherFileSystem(OSError):
     """A shared directory is not on the file system on which it was: its mount went away, or is another."""
 
 
+class NoClientYet(TimeoutError):
+    """The client, which looks for credentials as it is made, was not there in time."""
+
+
+class BadKeyFile(OSError):
+    """A file that should have credentials has none that can be read."""
+
+
+class NoGoogleKeys(OSError):
+    """Google's client found no credentials, and its store refuses whom it does not know."""
+
+
 class NoIdentity(OSError):
-    """Credentials could not be found or renewed, so the store was not asked; the cause says why."""
+    """Credentials could not be found or renewed, so the store was not asked, or by nobody; the cause says why."""
 
 
 class NotAStore(OSError):
@@ -364,6 +382,8 @@ def _of_identity(cause: BaseException, bucket: str) -> str:
     if code or status is not None:
         answer = code or f"HTTP {status}"
         return f"what gives credentials refuses ({answer}); check the role, its trust, and the token or key for it"
+    if isinstance(cause, TimeoutError):
+        return _LATE
     if isinstance(cause, OSError) and cause.filename:
         return f"credentials could not be fetched: {cause.filename}: {cause.strerror}; check the profile and AWS_*"
     words = _of_class(_class_names([cause]))

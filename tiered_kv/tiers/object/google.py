@@ -6,51 +6,112 @@ What is not obvious, read in gcsfs 2026.10 and measured: its file system for ``g
 bucket it is before the first request, and waits 60 s for an answer where there is no gRPC (a proxy, an emulator); the
 one it is derived from never asks. Its ``info`` also lists, and a list costs twelve times what a read of metadata does;
 its ``ls`` fetches all pages of a directory in one call. A request that fails is tried six times in a minute, refused
-credentials too. A missing bucket is told like a missing object. Credentials are renewed on the loop, which stands still
-meanwhile: other calls end by their deadlines. Its own uploads end their lines in LF, not in CRLF as the standard has
-it: an object that ends in CR loses that byte where a server takes both, and one that holds their boundary is refused.
+credentials too. A missing bucket is told like a missing object. Credentials are renewed on the loop, which would stand
+still meanwhile, so a thread does it (``renewal.py``); where it finds none it asks without any. Its own uploads end
+their lines in LF, not in CRLF as the standard has it: an object that ends in CR loses that byte where a server takes
+both, and one that holds their boundary is refused.
 """
 
+import asyncio
 import json
+import os
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
-from datetime import datetime
+from concurrent.futures import Future
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
 from tiered_kv.location import Location
-from tiered_kv.tiers.object.errors import MissingBucket, NotGoogles, Refused, is_page, status_of
+from tiered_kv.tiers.object.errors import (
+    BadKeyFile,
+    MissingBucket,
+    NoGoogleKeys,
+    NoIdentity,
+    NotGoogles,
+    Refused,
+    is_page,
+    status_of,
+)
 from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
-from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_expected, check_size
+from tiered_kv.tiers.object.medium import CallRunner, ListPage, Medium, ObjectInfo, check_expected, check_size
+from tiered_kv.tiers.object.renewal import Renewal, identifying
 
 
 def open_google(location: Location, timeout_s: float) -> Medium:
     """The bucket of a location; nothing is asked of it yet."""
     bucket, _, prefix = location.path.partition("/")
-    return GoogleMedium(LoopClient(lambda: _open_filesystem(location), timeout_s), bucket, prefix)
+    return GoogleMedium(LoopClient(lambda: _open_filesystem(location, timeout_s), timeout_s), bucket, prefix)
 
 
-def _open_filesystem(location: Location) -> Any:
+def _open_filesystem(location: Location, timeout_s: float) -> Any:
     from gcsfs.core import GCSFileSystem  # noqa: PLC0415  # slow to import: only processes that use a bucket pay for it
 
-    filesystem = GCSFileSystem(**{**location.options, "use_listings_cache": False, "skip_instance_cache": True})
+    token = location.options.get("token")
+    try:
+        filesystem = GCSFileSystem(**{**location.options, "use_listings_cache": False, "skip_instance_cache": True})
+    except (KeyError, ValueError) as exc:
+        if isinstance(token, str) and os.path.exists(token):
+            raise BadKeyFile(token) from exc
+        raise
     once = getattr(GCSFileSystem._request, "__wrapped__", GCSFileSystem._request)
+    has_keys = filesystem.credentials.credentials is not None
+    keys = _renew_in_thread(filesystem.credentials, timeout_s) if has_keys else None
 
     async def request(*args: Any, **options: Any) -> Any:
         async def ask() -> Any:
             try:
                 answer = await once(filesystem, *args, **options)
-            except OSError as exc:
-                if str(exc).startswith("Forbidden:"):
+            except Exception as exc:
+                is_forbidden = isinstance(exc, OSError) and str(exc).startswith("Forbidden:")
+                if not has_keys and token != "anon" and (is_forbidden or status_of(exc) == 401):
+                    raise NoIdentity from NoGoogleKeys()
+                if is_forbidden:
                     raise Refused(403) from exc
                 raise
             _refuse_page(*answer[:2])
             return answer
 
+        if keys is not None:
+            async with identifying(timeout_s):
+                await keys.current()
         return await twice(ask)
 
     filesystem._request = request
     return filesystem
+
+
+def _renew_in_thread(keys: Any, timeout_s: float) -> Renewal[None]:
+    """Renew gcsfs' credentials in a thread; gcsfs itself does it no more.
+
+    Nothing ends that thread but what it waits for, so there is one.
+    """
+    refresh = keys.maybe_refresh
+    keys.maybe_refresh = lambda *_, **__: None  # asked on the loop, before each request
+    runner = CallRunner(timeout_s)
+    running: Future[Exception | None] | None = None
+
+    def work() -> Exception | None:
+        try:
+            refresh()
+        except Exception as exc:  # noqa: BLE001  # raised where it is waited for, if anybody still does
+            said = exc.__cause__  # gcsfs calls whatever it is a 401
+            return said if isinstance(said, Exception) else exc
+        return None
+
+    async def renew() -> None:
+        nonlocal running
+        if running is None or running.done():
+            running = runner.begin(work)
+        failure = await asyncio.shield(asyncio.wrap_future(running))
+        if failure is not None:
+            raise failure
+
+    def expire_within(_: None, seconds: float) -> bool:
+        end = keys.credentials.expiry  # UTC, though it does not say so
+        return end is not None and end.replace(tzinfo=UTC) - datetime.now(UTC) < timedelta(seconds=seconds)
+
+    return Renewal(renew, expire_within)
 
 
 def _refuse_page(status: int, headers: Mapping[str, str]) -> None:

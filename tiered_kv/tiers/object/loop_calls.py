@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from tiered_kv.tiers.object.errors import NoIdentity
 from tiered_kv.tiers.object.loop_client import run_on_loop
 from tiered_kv.tiers.object.medium import Deadline
+from tiered_kv.tiers.object.renewal import identifying
 from tiered_kv.tiers.object.s3_answers import refuse_nobodys
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class LoopCalls:
             NoIdentity: There is none, or its credentials could not be found or renewed. Told here, before a request is
                 signed: a token file that is missing would read as an object that is.
         """
-        try:
+        async with identifying(None if self._is_given() else self.timeout_s):
             client = await self.filesystem.set_session()
             if client is not self._client:
                 self._found = await self._find()
@@ -67,8 +67,6 @@ class LoopCalls:
                 follow_no_blind_redirect(client)
                 self._client = client
             await self.credentials()
-        except Exception as exc:  # of files, of programs, of services that give credentials, or of settings
-            raise NoIdentity from exc
         return client
 
     async def credentials(self) -> Any:
@@ -76,9 +74,12 @@ class LoopCalls:
         return None if self._found is None else await self._found.get_frozen_credentials()
 
     async def _find(self) -> Any:
+        return None if self._is_given() else await self.filesystem.session.get_credentials()
+
+    def _is_given(self) -> bool:
+        """Whether the location itself says who asks."""
         filesystem = self.filesystem
-        is_given = filesystem.anon or filesystem.key or filesystem.client_kwargs.get("aws_access_key_id")
-        return None if is_given else await filesystem.session.get_credentials()
+        return bool(filesystem.anon or filesystem.key or filesystem.client_kwargs.get("aws_access_key_id"))
 
     async def call(self, method: str, **arguments: object) -> Any:
         """Make one request.

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-from tiered_kv.tiers.object.errors import TakenUnsure, is_passing, is_taken
+from tiered_kv.tiers.object.errors import NoClientYet, TakenUnsure, is_passing, is_taken
 from tiered_kv.tiers.object.medium import CallRunner, Deadline
 
 T = TypeVar("T")
@@ -65,13 +65,19 @@ class LoopClient:
         if self._client is not None:
             return self._client
         if not self._making.acquire(timeout=deadline.wait_s(self._timeout_s)):
-            raise TimeoutError("another call is still making the client")
+            raise NoClientYet("another call is still making the client")
         try:
             if self._client is None:
-                self._keep(self._runner.run(self._make, timeout_s=deadline.wait_s(self._timeout_s), late=self._keep))
+                self._make_one(deadline)
             return self._client
         finally:
             self._making.release()
+
+    def _make_one(self, deadline: Deadline) -> None:
+        try:
+            self._keep(self._runner.run(self._make, timeout_s=deadline.wait_s(self._timeout_s), late=self._keep))
+        except TimeoutError as exc:
+            raise NoClientYet("the client is still being made") from exc
 
     def _keep(self, client: Any) -> None:
         self._client = client

@@ -109,6 +109,20 @@ class CallRunner:
         Raises:
             TimeoutError: It was not done in time.
         """
+        future = self.begin(function, *args, late=late)
+        try:
+            return future.result(self._timeout_s if timeout_s is None else timeout_s)
+        except TimeoutError:
+            if future.cancel():
+                raise
+            return future.result()  # it came at this very moment, or the error is the function's own
+
+    def begin(self, function: Callable[..., T], *args: object, late: Callable[[T], object] | None = None) -> Future[T]:
+        """Run it in a thread; what comes after the future was cancelled is given to ``late``.
+
+        Raises:
+            TimeoutError: Too many never came back.
+        """
         with self._lock:
             if self._running_count >= STUCK_MAX:
                 raise TimeoutError(f"{self._running_count} earlier calls did not come back")
@@ -136,12 +150,7 @@ class CallRunner:
             with self._lock:
                 self._running_count -= 1
             raise OSError(errno.EAGAIN, f"cannot start a thread: {exc}") from exc
-        try:
-            return future.result(self._timeout_s if timeout_s is None else timeout_s)
-        except TimeoutError:
-            if future.cancel():
-                raise
-            return future.result()  # it came at this very moment, or the error is the function's own
+        return future
 
 
 def check_size(path: str, size_bytes: int, size_max: int | None) -> None:

@@ -22,7 +22,7 @@ from tiered_kv.tiers.object.medium import Deadline
 from tiered_kv.version import __version__
 
 FRESH_S: Final = 5.0
-"""The loop is asked for credentials again after this, which costs a turn of it; ``s3_session.py`` renews them."""
+"""The loop is asked for credentials again after this, which costs a turn of it; ``renewal.py`` renews them."""
 
 _KEYS: Final = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 
