@@ -206,10 +206,8 @@ def test_a_loop_of_causes_ends():
         (answered("AccessDenied", 403), "what gives credentials refuses (AccessDenied); check the role"),
         (boto.CredentialRetrievalError(provider="p", error_msg="hidden"), "could not be fetched; check the profile"),
         (FileNotFoundError(errno.ENOENT, "No such file", "/token"), "fetched: /token: No such file; check the profile"),
-        (
-            boto.ConnectTimeoutError(endpoint_url="http://h"),
-            "the client or its credentials could not be had: the store did not answer",
-        ),
+        (boto.ConnectTimeoutError(endpoint_url="http://h"), "the client or its credentials did not come in time"),
+        (TimeoutError(), "the client or its credentials did not come in time"),
         (ValueError("no JSON"), "the client or its credentials could not be had: ValueError: no JSON"),
     ],
 )

@@ -519,6 +519,6 @@ def test_a_service_account_that_google_does_not_know_any_more_is_told_at_once(tm
         file = tmp_path / "account.json"
         file.write_text(json.dumps(account))
         store = open_store("gs://bucket/p", {"endpoint_url": url, "token": str(file)})
-        fails(store, "the store refuses these credentials")
+        fails(store, "what gives credentials refuses or is not there .invalid_grant: Invalid JWT Signature.")
         assert {path for _, path in asked} == {"/token"}
         store.close()

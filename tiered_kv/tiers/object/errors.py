@@ -382,11 +382,15 @@ def _of_identity(cause: BaseException, bucket: str) -> str:
     if code or status is not None:
         answer = code or f"HTTP {status}"
         return f"what gives credentials refuses ({answer}); check the role, its trust, and the token or key for it"
-    if isinstance(cause, TimeoutError):
+    names = _class_names([cause])
+    if isinstance(cause, TimeoutError) or names & _TIMEOUTS:
         return _LATE
     if isinstance(cause, OSError) and cause.filename:
         return f"credentials could not be fetched: {cause.filename}: {cause.strerror}; check the profile and AWS_*"
-    words = _of_class(_class_names([cause]))
+    if "RefreshError" in names:  # Google's
+        said = " ".join(str(cause.args[0] if cause.args else cause).split())[:TEXT_MAX]
+        return f"what gives credentials refuses or is not there ({said}); check the account, its key and the network"
+    words = _of_class(names)
     return words or f"the client or its credentials could not be had: {explain(cause, bucket)}"
 
 
