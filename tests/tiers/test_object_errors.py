@@ -77,6 +77,7 @@ def caused(error, cause):
         ("QuotaExceeded", 403, "no room left"),
         ("XMinioStorageFull", 507, "no room left"),
         ("ConditionalRequestConflict", 409, "another writer was at the same object"),
+        ("407", 407, "the proxy that HTTPS_PROXY or HTTP_PROXY names wants a user"),
         ("RequestTimeout", 400, "gave up waiting for the request's bytes"),
     ],
 )
@@ -116,7 +117,10 @@ def test_a_head_that_is_refused_for_the_clock_says_so(off_s, expected):
         (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "the connection was cut"),
         (ServerDisconnectedError(), "the connection was cut"),
         (BrokenPipeError(errno.EPIPE, "pipe"), "the connection was cut"),
-        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), "nothing listens there; check endpoint_url"),
+        (
+            ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+            "nothing listens there; check endpoint_url, that the store runs, and the proxy",
+        ),
         (socket.gaierror(-2, "Name or service not known"), "host name is not known here (DNS)"),
         (ssl.SSLCertVerificationError("self-signed"), "the TLS connection failed"),
         (boto.SSLError(endpoint_url="https://h", error="bad"), "the TLS connection failed"),

@@ -46,6 +46,8 @@ _BY_CODE: Final[dict[str, str]] = {
     "401": f"the store refuses these credentials; {_ALLOWED}",
     "403": f"the store refuses these credentials; {_ALLOWED}",
     "400": "the store refuses the request without a reason, often because the credentials have expired",
+    "407": "the proxy that HTTPS_PROXY or HTTP_PROXY names wants a user and a password in its address; "
+    "a store that needs no proxy belongs in NO_PROXY",
     "ExpiredToken": _EXPIRED,
     "ExpiredTokenException": _EXPIRED,
     "RequestExpired": _EXPIRED,
@@ -414,7 +416,10 @@ def _local(exc: BaseException) -> str | None:
     if any(isinstance(e, ssl.SSLError) for e in errors) or names & {"SSLError", "ClientSSLError"}:
         return "the TLS connection failed; check endpoint_url (http or https) and the option verify (CA bundle)"
     if any(isinstance(e, ConnectionRefusedError) or "Connect call failed" in str(e) for e in errors):
-        return "the connection was refused: nothing listens there; check endpoint_url and that the store runs"
+        return (
+            "the connection was refused: nothing listens there; check endpoint_url, that the store runs, and the proxy "
+            "if HTTPS_PROXY or HTTP_PROXY names one"
+        )
     if names & _TRUNCATED:
         return "the answer ended before all of its bytes came"
     if names & _TIMEOUTS or any(isinstance(e, TimeoutError) for e in errors):
