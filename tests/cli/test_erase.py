@@ -155,6 +155,18 @@ def test_a_directory_without_its_index_tells_whose_a_chunk_is_by_its_header(tmp_
     assert all(there(made, ONE, THEIRS))
 
 
+def test_a_chunk_that_another_tenant_stored_after_the_last_flush_is_that_tenants(tmp_path: Path) -> None:
+    """Its size and name are those of the chunk that was there before: an index has not heard of it."""
+    made, root = directory_tier(tmp_path / "kv"), tmp_path / "kv"
+    with made.open() as storage:
+        ONE.store(storage, MINE, tag=TAG)
+    for name, data in ONE.blobs(MINE, "tenant-b"):
+        (root / "blobs" / relative_path(name)).write_bytes(data)
+    assert report("ls", made.uri, "--tag", TAG)["chunks"] == []
+    assert evict(made, "--tag", TAG, "--yes")["selected"] == 0
+    assert evict(made, "--tag", "tenant-b", "--yes")["tiers"][0]["removed"] == 4
+
+
 # -- while a server runs ---------------------------------------------------------------------------------------------
 
 

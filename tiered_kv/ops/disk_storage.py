@@ -8,6 +8,7 @@ index stay right. What only some commands need is imported where it is used: lis
 
 import contextlib
 import gc
+import math
 import os
 import stat
 import threading
@@ -44,7 +45,15 @@ from tiered_kv.ops.text import without_paths
 from tiered_kv.server.directory import read_info
 from tiered_kv.tiers.disk import marker
 from tiered_kv.tiers.disk.files import allocated_bytes, mapped_errors, read_head, read_small_file
-from tiered_kv.tiers.disk.index import INDEX_DIRECTORY, LISTED_SIZE, LISTED_USE, PackedShard, Shard, read_index
+from tiered_kv.tiers.disk.index import (
+    DATABASE_FILES,
+    INDEX_DIRECTORY,
+    LISTED_SIZE,
+    LISTED_USE,
+    PackedShard,
+    Shard,
+    read_index,
+)
 from tiered_kv.tiers.disk.pins import changing_pins, read_pins
 from tiered_kv.tiers.disk.scan import (
     NAMESPACE_FILE,
@@ -64,6 +73,9 @@ if TYPE_CHECKING:
 
 REMOVAL_WAIT_S: Final = 60.0
 """How long no deletion of a server shows on the disk before the command reports what is left."""
+
+FLUSH_TAKES_S: Final = 60.0
+"""An index does not have what was written in so long before its last flush ended, and may have another blob there."""
 
 UNKNOWN_WAIT_S: Final = 5.0
 """The same where all that is left may be files that the server does not know."""
@@ -112,6 +124,7 @@ class DiskStorage(Storage):
     def look(self, progress: Progress = no_progress) -> Content:
         table = BlobTable()
         content = Content(table)
+        content.unsure_since_s = self._flushed_s() - FLUSH_TAKES_S  # before the index is read
         index = self._index(content)
         shards = {f"{shard}/": packed for shard, packed in index.items()}
         counts = {shard: len(packed) for shard, packed in index.items()}
@@ -138,6 +151,11 @@ class DiskStorage(Storage):
         except TierUnavailable as exc:
             content.notes.append(f"times of use are those of writing, because the index cannot be read: {exc}")
             return {}
+
+    def _flushed_s(self) -> float:
+        """When the index was written last, in seconds since 1970; without one every header is read anyway."""
+        files = [self.root / INDEX_DIRECTORY / name for name in DATABASE_FILES]
+        return max(map(_written_s, files)) or math.inf
 
     def _pins(self, content: Content) -> Mapping[BlobName, float]:
         try:

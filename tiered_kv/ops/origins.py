@@ -1,8 +1,8 @@
 """Read the owner and the storer of chunks, from their headers where no index has them.
 
-A directory's index knows both of every blob. A bucket's listing does not: names there are for everybody who may list,
-and a tag in them would show how much each tenant has. So the first bytes of each object are read, several at once: one
-ranged GET for each (docs/decisions/0019-tenant-tags.md has what that takes). Called by ``cli/options.py``.
+A directory's index knows both of every blob but the newest. A bucket's listing does not: names there are for everybody
+who may list, and a tag in them would show how much each tenant has. So the first bytes of each object are read, several
+at once: one ranged GET for each (docs/decisions/0019-tenant-tags.md has what that takes). Called by ``cli/options.py``.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ class _Told(NamedTuple):
 
 
 def read_origins(storage: Reader, content: Content, namespace: bytes | None, progress: Progress = no_progress) -> None:
-    """Fill in the tags and storers that a listing left open, of one namespace or of all.
+    """Fill in the tags and storers that a listing left open or cannot be sure of, of one namespace or of all.
 
     Modifies:
         ``content``: its blobs, less those that are gone by now, and its notes.
@@ -42,11 +42,16 @@ def read_origins(storage: Reader, content: Content, namespace: bytes | None, pro
     Raises:
         TierUnavailable: The tier does not answer, so the origins of the rest stay unknown.
     """
-    unknown = [b for b in content.blobs if b.tag is None and namespace in (None, b.name.namespace)]
+    unsure_since_s = content.unsure_since_s
+    unknown = [
+        b
+        for b in content.blobs
+        if (b.tag is None or b.written_s >= unsure_since_s) and namespace in (None, b.name.namespace)
+    ]
     problems: Counter[str] = Counter()
     if unknown:
         told = _read_all(storage, unknown, progress)
-        problems.update(one.problem for one in told.values())
+        problems.update(one.problem for blob, one in told.items() if blob.tag is None)
         content.blobs = [_filled_in(blob, told.get(blob)) for blob in content.blobs if _is_there(told.get(blob))]
     if text := note_on_foreign(content, namespace):
         content.notes.append(text)
@@ -68,7 +73,8 @@ def _is_there(told: _Told | None) -> bool:
 
 
 def _filled_in(blob: StoredBlob, told: _Told | None) -> StoredBlob:
-    return blob if told is None else msgspec.structs.replace(blob, tag=told.tag, stored_by=told.stored_by)
+    is_said = told is None or (told.problem and blob.tag is not None)  # by an index, if by anything
+    return blob if told is None or is_said else msgspec.structs.replace(blob, tag=told.tag, stored_by=told.stored_by)
 
 
 def notes_on_storers(blobs: Iterable[StoredBlob], conditions: Conditions, namespace: bytes | None) -> list[str]:

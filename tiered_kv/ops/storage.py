@@ -164,6 +164,8 @@ class Content:
         own_bytes: What we keep there besides blobs: records, indexes, leases, logs.
         notes: What may make it incomplete, in words, e.g. that the index could not be read.
         is_whole: False where only the beginning was listed.
+        unsure_since_s: Seconds since 1970. Of blobs that were written since then the tags and storers may be those of
+            what lay there before: their headers tell.
     """
 
     blobs: Sequence[StoredBlob] = ()
@@ -172,6 +174,7 @@ class Content:
     own_bytes: int = 0
     notes: list[str] = field(default_factory=list)
     is_whole: bool = True
+    unsure_since_s: float = float("inf")
 
     @property
     def blob_bytes(self) -> int:

@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 INDEX_DIRECTORY = "index"
 _DAMAGED_PREFIX = "index.damaged-"
+DATABASE_FILES: Final = (diskcache.core.DBNAME, f"{diskcache.core.DBNAME}-wal")
+"""What a flush writes to."""
+
 _FILES = {f"{diskcache.core.DBNAME}{end}" for end in ("", "-wal", "-shm", "-journal")}
 _TABLES = {"Cache", "Settings", "sqlite_sequence", "sqlite_stat1"}
 _DIGITS_MAX = 19
