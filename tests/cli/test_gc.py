@@ -265,6 +265,22 @@ def test_pinned_chunks_keep_a_dead_namespace(local_place: Place) -> None:
     assert kinds(garbage_at(place, HOUR_S)) == [("retired", old.namespace.digest, 3)]
 
 
+def test_what_was_pinned_after_the_listing_stays(local_place: Place) -> None:
+    """The question whether to go on may stand for an hour."""
+    model, other = base_model(local_place, 0), Model(weights="other")
+    names, paths = model.names(tokens(1, 4)), store(local_place, model, tokens(1, 4))
+    local_place.delete(paths[0])
+    local_place.delete(store(local_place, other, tokens(1, 3))[0])
+    with local_place.open() as storage:
+        garbage = find(storage, storage.look(), MinimumAges(), time.time() + HOUR_S)
+        assert sorted(item.count for item in garbage.items) == [2, 3]
+        storage.pin([names[2]], time.time() + DAY_S)
+        collect(storage, garbage)
+        assert storage.contains(names) == [False, True, True, True]
+        assert storage.contains(other.names(tokens(1, 3))) == [False] * 3
+    assert "3 chunks stay (orphans): some were pinned after the listing" in garbage.notes[-1]
+
+
 def test_nothing_is_collected_while_pins_cannot_be_read(tmp_path: Path) -> None:
     place = Place.disk(tmp_path)
     paths = store(place, base_model(place, 0), tokens(1, 3))

@@ -149,9 +149,14 @@ def collect(storage: Storage, garbage: Garbage, progress: Progress = no_progress
         DirectoryLocked: A server came up meanwhile, or another command works on the directory.
         TierUnavailable: The store or the server does not answer; what is gone is gone. Or the pins cannot be read.
     """
-    storage.pins()  # a listing goes on without those that cannot be read, and garbage that somebody wants kept is none
+    # A listing goes on without those that cannot be read, and whoever is asked to confirm takes a while to answer.
+    pinned = {(name.namespace, name.key) for name in storage.pins()}
     is_served = storage.is_served()
     for item in garbage.items:
+        if any(ident(blob) in pinned for blob in item.blobs):
+            text = f"{counted(len(item.blobs), 'chunk', 'stay')} ({item.kind}): some were pinned after the listing"
+            garbage.notes.append(f"{text}; say it again for the rest")
+            continue
         if item.strays:
             strays = storage.remove_strays(item.strays)
             item.removed += strays.removed
