@@ -61,7 +61,7 @@ def test_a_prefix_that_comes_piece_by_piece_is_not_walked_for_each_piece(world, 
     path = tuple(range(6))
     for end in range(1, len(path) + 1):
         world.store(session, path[:end])
-        world.engine.tiering.touch_prefix(SPACES["small"].key(path[:end]))
+        world.engine.touch_prefix(SPACES["small"].key(path[:end]))
         world.step()
     assert len(walks) <= 1
     world.clock.advance(DATES_INTERVAL_S)
@@ -136,17 +136,17 @@ def test_who_begins_to_follow_a_lookup_is_told_at_once_and_then_of_parts(memory,
     for _ in range(5):
         world.run_one()
     assert asked.update.ready == 0 and world.engine.wait_s is None
-    world.engine.tiering.follow(asked.session, lookup)
+    world.engine.follow(asked.session, lookup)
     world.step()
     assert asked.update.ready == 5
     before = world.seen[LookupUpdate]
-    world.engine.tiering.follow(asked.session, lookup)
+    world.engine.follow(asked.session, lookup)
     world.step()
     assert world.seen[LookupUpdate] == before + 1 and asked.update.ready == 5
     told = told_while_all_runs(world, asked)
     assert len(told) >= 6 and told == sorted(told) and told[-1] == 24
-    world.engine.tiering.follow(asked.session + 1, lookup)  # another's
-    world.engine.tiering.follow(asked.session, lookup + 1)  # or none
+    world.engine.follow(asked.session + 1, lookup)  # another's
+    world.engine.follow(asked.session, lookup + 1)  # or none
     before = world.seen[LookupUpdate]
     world.step()
     assert world.seen[LookupUpdate] == before

@@ -43,7 +43,7 @@ class TailWorld(EngineWorld):
             view[:] = b"\xee" * len(view)
             start = client.form.header_bytes
             view[start : start + client.data_bytes] = payload_of(record.key, client.data_bytes)
-        self.engine.tiering.commit_tail(self.session, slot, record)
+        self.engine.commit_tail(self.session, slot, record)
         self.settle()
 
     def found(self, names: str, path: tuple[int, ...] = NEXT) -> list[str]:
@@ -71,11 +71,11 @@ class TailWorld(EngineWorld):
         return True
 
     def drop(self, name: str) -> None:
-        self.engine.tiering.drop_tails(self.session, [self.clients[self.session].space.tail(PROMPT, name, TOKENS).key])
+        self.engine.drop_tails(self.session, [self.clients[self.session].space.tail(PROMPT, name, TOKENS).key])
         self.settle()
 
     def save(self) -> None:
-        self.engine.tiering.save_tails()
+        self.engine.save_tails()
         self.settle()
 
 

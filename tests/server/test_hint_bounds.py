@@ -95,14 +95,14 @@ def test_what_is_in_use_is_tried_again_for_a_while_and_then_left(world: EngineWo
     users = UserSessions(world.engine, lambda _: False)
     tell(users, (1, 2), 0)
     keys, digests = SPACE.prefix((1, 2))
-    lookup = world.engine.tiering.lookup(session, LookupRequest(keys, digests, owner=name(0)))
+    lookup = world.engine.lookup(session, LookupRequest(keys, digests, owner=name(0)))
     world.settle()
     assert users.end(name(0)) == 1
     for _ in range(int(GIVE_UP_S / RETRY_S) + 2):
         users.step()
         world.clock.advance(RETRY_S)
     assert not users.wants_turn and count(world, "session_chunks_released") == 0
-    world.engine.tiering.release(session, lookup)
+    world.engine.release(session, lookup)
     users.step()
     world.settle()
     assert world.loaded(session, (1, 2)) == 2, "it is left to eviction"

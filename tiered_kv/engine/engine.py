@@ -19,7 +19,7 @@ import logging
 import math
 import select
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,9 @@ from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.admission import ALL, NONE
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.miss_ratio import Curve
+from tiered_kv.tiering.owners import ReleaseCount
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.stats import TierStats
 from tiered_kv.tiering.tiering import Tiering
@@ -66,10 +68,12 @@ from tiered_kv.tiering.types import (
     Probe,
     Read,
     ReadRow,
+    RemovalCount,
     RowsEnded,
     RowUse,
     Seal,
     SlotId,
+    SlotLoan,
     TierSpec,
     TierUsage,
     Update,
@@ -175,7 +179,6 @@ class Engine:
 
     Attributes:
         tiers: The secondary tiers by number, highest first.
-        tiering: For the owner, too, who calls it where nothing but state changes: what follows is done by :meth:`step`.
 
     Threads: one owner; see the module's ownership table.
     """
@@ -369,6 +372,11 @@ class Engine:
         return self._performer.slot_view(slot, size_bytes)
 
     # -- what sessions do --------------------------------------------------------------------------------------
+    # Each changes state only; what follows from it is done by the next :meth:`step`.
+
+    def watch(self, session: int, namespace: bytes) -> None:
+        """Send a session the events of its namespace from now on."""
+        self.tiering.stats.watch(session, namespace)
 
     def suspend_session(self, session: int) -> None:
         """The client is lost, but processes may still copy; see :meth:`Tiering.suspend_session`."""
@@ -380,6 +388,94 @@ class Engine:
         self._revoke_rows(session)
         self._performer.lent.pop(session, None)
         self.tiering.close_session(session)
+
+    def lookup(self, session: int, wish: LookupRequest) -> int:
+        """Lease the longest prefix that is held; see :meth:`Tiering.lookup`. Returns the lookup's id."""
+        return self.tiering.lookup(session, wish)
+
+    def claim(self, session: int, lookup: int) -> None:
+        """A load begins of what is ready: the leases stay until :meth:`release`."""
+        self.tiering.claim(session, lookup)
+
+    def follow(self, session: int, lookup: int) -> None:
+        """Have the session told at the next :meth:`step` how much of a lookup is ready, and of parts from then on."""
+        self.tiering.follow(session, lookup)
+
+    def release(self, session: int, lookup: int, *, is_asked_anew: bool = False) -> None:
+        """End a lookup and its leases; see :meth:`Tiering.release`."""
+        self.tiering.release(session, lookup, is_asked_anew=is_asked_anew)
+
+    def commit(self, session: int, slot: SlotId, record: ChunkRecord, *, is_answer: bool = False) -> None:
+        """A granted slot was filled by every rank; see :meth:`Tiering.commit`.
+
+        Raises:
+            KeyError: The slot was not granted to this session.
+        """
+        self.tiering.commit(session, slot, record, is_answer=is_answer)
+
+    def commit_tail(self, session: int, slot: SlotId, record: ChunkRecord) -> None:
+        """The same of a tail.
+
+        Raises:
+            KeyError: The slot was not granted to this session.
+        """
+        self.tiering.commit_tail(session, slot, record)
+
+    def drop_tails(self, session: int, keys: Iterable[bytes]) -> None:
+        """What was stored now continues these tails."""
+        self.tiering.drop_tails(session, keys)
+
+    def save_tails(self) -> None:
+        """The server ends: have tails written that are worth it; they are pending writes then."""
+        self.tiering.save_tails()
+
+    def touch_prefix(self, key: bytes) -> None:
+        """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""
+        self.tiering.touch_prefix(key)
+
+    def give_back(self, session: int, slot: SlotId) -> None:
+        """A granted slot will not be filled.
+
+        Raises:
+            KeyError: The slot was not granted to this session.
+        """
+        self.tiering.give_back(session, slot)
+
+    def rest(self, session: int) -> None:
+        """The session fills no slots until it wakes: it has none; see :meth:`Tiering.rest`."""
+        self.tiering.rest(session)
+
+    def wake(self, session: int) -> None:
+        """The session wants slots again."""
+        self.tiering.wake(session)
+
+    def want(self, namespace: bytes, key: bytes) -> None:
+        """A client will ask for a chunk: it and the prefix before it are worth a write to every tier now."""
+        self.tiering.want(namespace, key)
+
+    def take_ownership(self, namespace: bytes, key: bytes, owner: bytes) -> list[bytes]:
+        """The newest state of a user's session ends with a chunk; keys of its prefix, root first, if it is known."""
+        return self.tiering.take_ownership(namespace, key, owner)
+
+    def known_prefix(self, keys: Iterable[bytes], owner: bytes) -> list[ChunkRecord]:
+        """What is known of a session's state, root first; see :meth:`Tiering.known_prefix`."""
+        return self.tiering.known_prefix(keys, owner)
+
+    def releasing(
+        self, keys: Iterable[bytes], owner: bytes, kept: Iterable[Sequence[bytes]], is_pinned: Callable[[bytes], bool]
+    ) -> Iterator[ReleaseCount | None]:
+        """Remove a session's own chunks from memory and disk, in steps; see :meth:`Tiering.releasing`."""
+        return self.tiering.releasing(keys, owner, kept, is_pinned)
+
+    def demoting(self, keys: Iterable[bytes], owner: bytes) -> Iterator[ReleaseCount | None]:
+        """Let a session's own chunks leave host memory, in steps; see :meth:`Tiering.demoting`."""
+        return self.tiering.demoting(keys, owner)
+
+    def demoting_end(
+        self, keys: Iterable[bytes], owner: bytes, kept: Iterable[Sequence[bytes]]
+    ) -> Iterator[ReleaseCount | None]:
+        """The same of what one state has and others have not; see :meth:`Tiering.demoting_end`."""
+        return self.tiering.demoting_end(keys, owner, kept)
 
     # -- rows that engines lent --------------------------------------------------------------------------------
 
@@ -410,6 +506,10 @@ class Engine:
             self._performer.lent[session].begin(use)
         self.tiering.load_rows(session, rows, owner)
 
+    def load_ended(self, session: int, load: int) -> None:
+        """All that was looked up and read for a load has ended: it is counted as one lookup."""
+        self.tiering.load_ended(session, load)
+
     def end_rows(self, session: int, uses: Collection[RowUse]) -> None:
         """End uses of lent rows early. Nobody touches the rows when this returns."""
         lent = self._performer.lent.get(session)
@@ -422,6 +522,50 @@ class Engine:
         lent = self._performer.lent.get(session)
         if lent is not None:
             lent.end([use.id for use in self.tiering.open_rows(session)])
+
+    # -- what other machines read ------------------------------------------------------------------------------
+
+    def held_here(self, namespace: bytes, keys: Iterable[bytes]) -> int:
+        """How many of these chunks this machine can give, from the first on; see :meth:`Tiering.held_here`."""
+        return self.tiering.held_here(namespace, keys)
+
+    def lend(self, namespace: bytes, key: bytes) -> SlotLoan | Outcome:
+        """Keep a chunk in its slot until :meth:`end_loan`; see :meth:`Tiering.lend`."""
+        return self.tiering.lend(namespace, key)
+
+    def end_loan(self, loan: int) -> None:
+        """The chunk is read no more."""
+        self.tiering.end_loan(loan)
+
+    def read_by_peers(self, namespace: bytes, keys: Iterable[bytes]) -> None:
+        """Other machines have read these chunks; see :meth:`Tiering.read_by_peers`."""
+        self.tiering.read_by_peers(namespace, keys)
+
+    # -- what operators do -------------------------------------------------------------------------------------
+
+    def removing(
+        self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool
+    ) -> Iterator[RemovalCount | None]:
+        """Remove chunks from one tier, in steps; see :func:`~tiered_kv.tiering.removal.removing`."""
+        return self.tiering.removing(tier, namespace, keys, leaves_holes=leaves_holes)
+
+    def erasing(self, tier: int, namespace: bytes, tag: bytes) -> Iterator[RemovalCount | None]:
+        """Remove what was stored under a tag, and all behind it; see :func:`~tiered_kv.tiering.removal.erasing`."""
+        return self.tiering.erasing(tier, namespace, tag)
+
+    def erasing_stored_by(
+        self, tier: int, namespace: bytes, is_meant: Callable[[str], bool]
+    ) -> Iterator[RemovalCount | None]:
+        """The same for what was stored by those that ``is_meant`` accepts."""
+        return self.tiering.erasing_stored_by(tier, namespace, is_meant)
+
+    def set_quota(self, namespace: bytes, quota: Quota) -> None:
+        """What a namespace keeps and takes from now on; a quota that asks for nothing is none."""
+        self.tiering.quotas.set(namespace, quota)
+
+    def quota_of(self, namespace: bytes) -> Quota | None:
+        """What a namespace keeps and takes of each tier; None: it has no quota."""
+        return self.tiering.quotas.get(namespace)
 
     # -- what is where -----------------------------------------------------------------------------------------
 

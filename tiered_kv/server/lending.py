@@ -114,7 +114,7 @@ class Lending:
         held = 0
         if self._left_s > 0:
             begun_cpu_s = time.thread_time()  # a core that others have is not the peers' doing
-            held = self._engine.tiering.held_here(request.namespace, keys)
+            held = self._engine.held_here(request.namespace, keys)
             self._left_s -= time.thread_time() - begun_cpu_s
         else:
             self._engine.count("peer_questions_refused")
@@ -133,7 +133,7 @@ class Lending:
             raise ProtocolError(f"bad loan. id={borrow.loan} is in use")
         found: SlotLoan | Outcome = Outcome.NO_ROOM
         if len(door.loans) + len(door.ending) < LOANS_MAX:
-            found = self._engine.tiering.lend(borrow.namespace, borrow.key)
+            found = self._engine.lend(borrow.namespace, borrow.key)
         if isinstance(found, Outcome):
             connection.send(m.Lent(borrow.loan, found.value))
             return
@@ -148,7 +148,7 @@ class Lending:
         """
         borrowed = self._of(connection).loans.pop(repay.loan, None)
         if borrowed is not None:
-            self._engine.tiering.end_loan(borrowed.loan)
+            self._engine.end_loan(borrowed.loan)
 
     def given(self, connection: Connection, given: m.Given) -> None:
         """Peers have read chunks: a use of them, for the tier that all machines share.
@@ -160,7 +160,7 @@ class Lending:
         keys = _split(given.keys)
         if keys is None or len(given.namespace) != NAME_BYTES:
             raise ProtocolError(f"bad names. keys={len(given.keys)} namespace={len(given.namespace)}")
-        self._engine.tiering.read_by_peers(given.namespace, keys)
+        self._engine.read_by_peers(given.namespace, keys)
 
     def _of(self, connection: Connection) -> _Door:
         door = self._doors.get(connection)
@@ -195,7 +195,7 @@ class Lending:
 
     def _end(self, loans: list[int]) -> None:
         while loans:
-            self._engine.tiering.end_loan(loans.pop())
+            self._engine.end_loan(loans.pop())
 
     def disconnected(self, connection: Connection) -> None:
         """A door's connection is closed: whatever it reads from now on, it finds that end behind it."""

@@ -117,10 +117,10 @@ def evict(engine: Engine, order: m.Evict) -> Iterator[m.Evicted | None]:
             conditions = Conditions(order.stored_by)
         except ConfigError as exc:
             raise ProtocolError(f"who stored chunks cannot be understood: {exc}") from exc
-        return _answers(engine.tiering.erasing_stored_by(tier, order.namespace, conditions.matches), is_erasure=True)
+        return _answers(engine.erasing_stored_by(tier, order.namespace, conditions.matches), is_erasure=True)
     if order.tag:
-        return _answers(engine.tiering.erasing(tier, order.namespace, order.tag), is_erasure=True)
-    steps = engine.tiering.removing(tier, order.namespace, keys or None, leaves_holes=order.holes)
+        return _answers(engine.erasing(tier, order.namespace, order.tag), is_erasure=True)
+    steps = engine.removing(tier, order.namespace, keys or None, leaves_holes=order.holes)
     return _answers(steps, is_erasure=False)
 
 

@@ -188,7 +188,7 @@ class Pinning:
         if not is_named or not 0 <= pin.ttl_s <= TTL_MAX_S:  # NaN is not between them either
             raise ProtocolError(f"bad pin. key_bytes={len(pin.key)} ttl_s={pin.ttl_s!r:.40}")
         if not pin.ttl_s:
-            self._engine.tiering.want(namespace, pin.key)
+            self._engine.want(namespace, pin.key)
             return "done"
         if self._disk_root is None and self._store is None:  # a pool evicts as it likes
             self._engine.count("request_pins_nowhere")
@@ -223,7 +223,7 @@ class Pinning:
             if not self._has_tag_room(name, pin.tag, new + taken_over, blob_bytes):
                 return self._refuse("request_pins_refused_of_tag")
         self._engine.count("request_pins")
-        self._engine.tiering.want(namespace, pin.key)
+        self._engine.want(namespace, pin.key)
         self._keep(name, dict.fromkeys(prefix, blob_bytes), until_s, pin.tag)
         with self._lock:
             self._wanted[name] = until_s
@@ -344,7 +344,7 @@ class Pinning:
     def _fits(self, share: float, namespace: bytes, tag: bytes, more_bytes: int) -> bool:
         """Whether pins of a tag, or of ``_ALL``, keep at most this share of each limit with so many bytes more."""
         everywhere, here = (self._kept.size_bytes[place, tag] + more_bytes for place in (_ALL, namespace))
-        quota = self._engine.tiering.quotas.get(namespace)
+        quota = self._engine.quota_of(namespace)
         most = 1.0 if quota is None else quota.at_most  # or its pins could fill all that it may have
         limits: Sequence[int | None] = [tier.usage().capacity_bytes for tier in self._engine.tiers.values()]
         return all(

@@ -76,7 +76,7 @@ class Prefetching:
             owner=prefix.owner,
             is_prefetch=True,
         )
-        lookup = self._engine.tiering.lookup(session, wish)
+        lookup = self._engine.lookup(session, wish)
         self._running[session, lookup] = _Running(tenant, self._engine.clock.monotonic() + PREFETCH_MAX_S)
         self._of_tenant[tenant] += 1
         self._engine.count("prefetches")
@@ -106,4 +106,4 @@ class Prefetching:
         self._of_tenant[tenant] -= 1
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
-        self._engine.tiering.release(*place, is_asked_anew=True)  # not counted as what a request got
+        self._engine.release(*place, is_asked_anew=True)  # not counted as what a request got

@@ -97,7 +97,7 @@ class ServerQuotas:
         statement = self._sessions.pop(session, None)
         if statement is None:
             return
-        namespace, quota = statement.namespace, self._engine.tiering.quotas.get(statement.namespace) or Quota()
+        namespace, quota = statement.namespace, self._engine.quota_of(statement.namespace) or Quota()
         left = [n for n, one in self._sessions.items() if one.is_made and one.namespace == namespace]
         for number in left:  # what counted goes on to count: an older statement was not checked beside the others
             old = self._sessions[number]
@@ -122,7 +122,7 @@ class ServerQuotas:
     def _apply(self, namespace: bytes) -> None:
         held = self._held.get(namespace)
         quota = self._connected().get(namespace) if held is None else held[0]
-        self._engine.tiering.quotas.set(namespace, quota or Quota())
+        self._engine.set_quota(namespace, quota or Quota())
 
     def _connected(self) -> dict[bytes, Quota]:
         """What the sessions of each namespace state; what is only held for one makes way for those that state."""

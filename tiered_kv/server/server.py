@@ -221,7 +221,7 @@ class Server:
         self._turn(0)
         for connection in list(self._connections):  # what clients have sent already
             self._hear_out(connection)
-        self._engine.tiering.save_tails()
+        self._engine.save_tails()
         self._turn(0)
         while self._engine.pending_writes and self._clock.monotonic() < deadline_s:
             self._turn(min(TICK_S, max(deadline_s - self._clock.monotonic(), 0)))

@@ -382,7 +382,7 @@ class Sessions:
         assert group.geometry is not None
         session, _ = self._engine.open_session(namespace, group.geometry, group.stored_by, group.lease_s)
         self._quotas.opened(session, namespace.digest, group.quota, group.slot_bytes)
-        self._engine.tiering.rest(session)  # until its scheduler, which may be idle and deaf, says that it wants slots
+        self._engine.rest(session)  # until its scheduler, which may be idle and deaf, says that it wants slots
         group.sessions.append(session)
         group.granted[session] = set()
         if group.lent is not None:
@@ -391,7 +391,7 @@ class Sessions:
         group.is_ready = False
         self._by_session[session] = group
         if group.is_watching:
-            self._engine.tiering.stats.watch(session, namespace.digest)
+            self._engine.watch(session, namespace.digest)
 
     def _tell_ready(self, group: Group) -> None:
         """Say ``Ready`` once the session's first slots have memory: before that a promotion would find no slot.
@@ -442,7 +442,7 @@ class Sessions:
 
     def _take_back(self, group: Group, session: int, slot: SlotId) -> None:
         group.granted[session].discard(slot)
-        self._engine.tiering.give_back(session, slot)
+        self._engine.give_back(session, slot)
 
     # -- work --------------------------------------------------------------------------------------------------
 
@@ -477,7 +477,7 @@ class Sessions:
             load=lookup.load,
             is_followed=lookup.is_followed,
         )
-        engine_id = self._engine.tiering.lookup(session, wish)
+        engine_id = self._engine.lookup(session, wish)
         group.lookups[lookup.lookup] = (session, engine_id)
         group.by_engine[session, engine_id] = GroupLookup(lookup.lookup, is_question=not lookup.leases)
 
@@ -485,13 +485,13 @@ class Sessions:
         """A load begins; the leases of an unknown id have ended."""
         found = self.owned(connection).lookups.get(claim.lookup)
         if found is not None:
-            self._engine.tiering.claim(*found)
+            self._engine.claim(*found)
 
     def follow(self, connection: Connection, follow: m.Follow) -> None:
         """Tell how much of a lookup is ready, and of parts from now on; the end of an unknown id was told."""
         found = self.owned(connection).lookups.get(follow.lookup)
         if found is not None:
-            self._engine.tiering.follow(*found)
+            self._engine.follow(*found)
 
     def release(self, connection: Connection, release: m.Release) -> None:
         """End a lookup; an unknown id was released before."""
@@ -504,7 +504,7 @@ class Sessions:
         lookup = group.by_engine.pop(engine_id, None)
         if lookup is not None:
             del group.lookups[lookup.client_id]
-            self._engine.tiering.release(*engine_id, is_asked_anew=is_asked_anew)
+            self._engine.release(*engine_id, is_asked_anew=is_asked_anew)
             self._close_drained(group)
 
     def end_leases(self) -> bool:
@@ -539,13 +539,13 @@ class Sessions:
                 yield
             try:
                 made = checked_record(group, record)
-                self._engine.tiering.commit(session, slot, made, is_answer=slot in commit.answers)
+                self._engine.commit(session, slot, made, is_answer=slot in commit.answers)
             except KeyError as exc:
                 raise ProtocolError(f"slot {slot} was not granted to engine {group.name}") from exc
             group.granted[session].discard(slot)
         for _, record in commit.chunks:
             if record.key not in parents:
-                self._engine.tiering.touch_prefix(record.key)
+                self._engine.touch_prefix(record.key)
 
     def commit_tail(self, connection: Connection, commit: m.CommitTail) -> None:
         """Take in a slot that was filled with a tail.
@@ -563,14 +563,14 @@ class Sessions:
                 f"tokens={tokens} chunk_tokens={chunk_tokens} chunk_index={commit.record.chunk_index}"
             )
         try:
-            self._engine.tiering.commit_tail(session, commit.slot, checked_record(group, commit.record))
+            self._engine.commit_tail(session, commit.slot, checked_record(group, commit.record))
         except KeyError as exc:
             raise ProtocolError(f"slot {commit.slot} was not granted to engine {group.name}") from exc
         group.granted[session].discard(commit.slot)
 
     def drop_tails(self, connection: Connection, drop: m.DropTails) -> None:
         """Remove tails that something committed continues; unknown ones are gone already."""
-        self._engine.tiering.drop_tails(self.owned(connection).sessions[-1], drop.keys)
+        self._engine.drop_tails(self.owned(connection).sessions[-1], drop.keys)
 
     def lend_rows(self, connection: Connection, lend: m.LendRows) -> None:
         """Take an engine's rows on loan; says why not where that cannot be.
@@ -623,7 +623,7 @@ class Sessions:
             self._engine.store_rows(session, rows)
         for _, _, record in store.rows:
             if record.key not in parents:
-                self._engine.tiering.touch_prefix(record.key)
+                self._engine.touch_prefix(record.key)
 
     def load_rows(self, connection: Connection, load: m.LoadRows) -> Iterator[None]:
         """Read chunks into lent rows, in steps.
@@ -651,7 +651,7 @@ class Sessions:
             ProtocolError: There is no open session on the connection.
         """
         for session in self.owned(connection).sessions:  # it may have begun before a reset
-            self._engine.tiering.load_ended(session, ended.load)
+            self._engine.load_ended(session, ended.load)
 
     def take_rows_back(self, connection: Connection, back: m.TakeRowsBack) -> Iterator[None]:
         """End uses of lent rows, in steps: those behind first, or they would be dropped with the first one.
@@ -699,7 +699,7 @@ class Sessions:
         """
         group = self.owned(connection)
         session = group.sessions[-1]
-        self._engine.tiering.rest(session)
+        self._engine.rest(session)
         group.granted[session].clear()
         connection.send(m.Rested())
 
@@ -712,7 +712,7 @@ class Sessions:
         group = self.owned(connection)
         if not group.is_ready:
             raise ProtocolError("a session wakes once it has heard Ready")
-        self._engine.tiering.wake(group.sessions[-1])
+        self._engine.wake(group.sessions[-1])
 
     def pin(self, connection: Connection, pin: m.Pin) -> None:
         """Keep a chunk and the prefix before it, if there is room for that.

@@ -154,7 +154,7 @@ class UserSessions:
         self.goes_on(state.session)
         known = self._known.get(state.session)
         name = state.session if known is None else known.name  # one object for all entries
-        prefix = self._engine.tiering.take_ownership(namespace, state.key, name)
+        prefix = self._engine.take_ownership(namespace, state.key, name)
         if not prefix:
             self._engine.count("session_states_of_nothing")
             return
@@ -173,7 +173,7 @@ class UserSessions:
                 continue
             if line.end in keys:
                 continue  # the new one goes on from its end
-            known = self._engine.tiering.known_prefix(line.keys, session.name)
+            known = self._engine.known_prefix(line.keys, session.name)
             common = sum(1 for _ in takewhile(lambda record: record.key in keys, known))
             if common == len(prefix):
                 new = line  # the new one is a part of it: an older question asked again, or one beside it
@@ -216,7 +216,7 @@ class UserSessions:
         """The newest state of a session whose namespace is open, as far as it is known; None: nothing is."""
         session = self._known.get(name)
         for line in reversed(session.lines if session is not None else ()):
-            if is_open(line.namespace) and (known := self._engine.tiering.known_prefix(line.keys, name)):
+            if is_open(line.namespace) and (known := self._engine.known_prefix(line.keys, name)):
                 return line.namespace, known
         return None
 
@@ -282,11 +282,11 @@ class UserSessions:
     def _begin(self, departure: _Departure) -> Iterator[ReleaseCount | None]:
         name, line = departure.name, departure.line
         if departure.why is Why.DEMOTION:
-            return self._engine.tiering.demoting(line.keys, name)
+            return self._engine.demoting(line.keys, name)
         session = self._known.get(name)
         if departure.why is Why.LEFT and session is None:
             return iter([ReleaseCount(0, 0)])  # forgotten meanwhile: nobody knows what it still needs
         kept = [other.keys for other in session.lines] if session is not None else []
         if departure.why is Why.LEFT:
-            return self._engine.tiering.demoting_end(line.keys, name, kept)
-        return self._engine.tiering.releasing(line.keys, name, kept, self._is_pinned)
+            return self._engine.demoting_end(line.keys, name, kept)
+        return self._engine.releasing(line.keys, name, kept, self._is_pinned)
