@@ -1,9 +1,9 @@
 """Random histories on real engines that compute in float32, where answers can be compared a hundred times as sharply.
 
 Shared beginnings, next turns, priorities, preemption, aborts, requests that may not read caches; between the steps
-vLLM's own cache is emptied, the server killed, blobs are lost. Each answer's log-probabilities are to a thousandth those
-of an engine without any cache. What is only computed in other batches differs by a hundred-thousandth; the last test
-shows that loads of nothing are noticed.
+vLLM's own cache is emptied, the server killed, blobs are lost. Each answer's log-probabilities are those of an engine
+without any cache, to a thousandth. What is only computed in other batches differs by a hundred-thousandth, and loads of
+nothing by more (the last test).
 
 Minutes in all, so it runs under ``make prove`` or with ``TIERED_KV_MODELS=1``.
 """
