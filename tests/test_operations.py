@@ -17,7 +17,7 @@ from tiered_kv.fleet.timing import Timing
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.location import parse_location
-from tiered_kv.tiers.object.errors import NoIdentity, explain
+from tiered_kv.tiers.object.errors import BadKeyFile, NoGoogleKeys, NoIdentity, explain
 from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.object.tier import ObjectTier
 from tiered_kv.tiers.wrappers import breaker
@@ -177,6 +177,7 @@ class Refused(Exception):
         ("301", "sends requests elsewhere"),
         ("RequestTimeTooSkewed", "this machine's clock is too far from the store's"),
         ("QuotaExceeded", "the store has no room left"),
+        ("407", "the proxy that"),
     ],
 )
 def test_messages_that_only_a_real_service_sends(page: str, code: str, words: str) -> None:
@@ -189,6 +190,9 @@ def test_messages_that_only_a_real_service_sends(page: str, code: str, words: st
     [
         (FileNotFoundError(2, "No such file", "/token"), "credentials could not be fetched"),
         (Refused("AccessDenied"), "what gives credentials refuses"),
+        (TimeoutError(), "the client or its credentials did not come in time"),
+        (NoGoogleKeys(), "so it was asked without any"),
+        (BadKeyFile(), "the file that the option token names has no key"),
     ],
 )
 def test_messages_of_what_gives_credentials(page: str, cause: Exception, words: str) -> None:
