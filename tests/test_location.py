@@ -62,6 +62,12 @@ def test_a_uri_names_a_place(uri, kind, scheme, path):
         ("shared+file:///", "three slashes and an absolute directory"),
         ("file:///dir?a=b", "takes no options"),
         ("s3://b?endpoint_url=host:9000", "expected http://host:port or https://host"),
+        (
+            "s3://b?endpoint_url=http://me:hidden@host:1",
+            "alone: what signs requests goes into",
+        ),
+        ("s3://b?endpoint_url=http://host:1/%3Fa%3Dhidden", "expected http://host:port or https://host, alone"),
+        ("gs://b?endpoint_url=http://host:1 hidden", "expected http://host:port or https://host, alone"),
         ("s3://b?addressing_style=hidden", "option addressing_style of storage_uri: expected auto, path or virtual"),
         ("s3://b?anon=perhaps", "option anon of storage_uri: expected true or false"),
         ("memory://x?region=a", "unknown option 'region'; known options: none"),
@@ -166,7 +172,7 @@ def test_a_pool_s_options_are_mooncake_s_own_names_and_variables():
 
 def test_options_are_never_shown():
     options = {"endpoint_url": "http://user:hidden@host:1/?hidden", "secret": "hidden", "key": "hidden"}
-    found = parse_location("s3://b/p?token=hidden", options)
+    found = Location("object", "s3", "b/p", options | {"token": "hidden"})
     for text in (str(found), repr(found), found.identity):
         assert "hidden" not in text
     assert found.identity == "s3://b/p@http://***@host:1/?***"
