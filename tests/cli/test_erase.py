@@ -1,5 +1,6 @@
 """`tiered-kv evict --tag`: a tenant's chunks go from a directory, a bucket and a running server, and nobody else's."""
 
+import errno
 import json
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.tags import tag_digest
 from tiered_kv.ops import disk_storage
 from tiered_kv.ops.storage import FOR_GOOD
+from tiered_kv.tiers.disk import scan
 
 ONE, TWO = Model(), Model(weights="two")
 MINE, THEIRS, SHARED = tokens(1, 4), tokens(2, 3), tokens(1, 2) + tokens(3, 1)
@@ -284,6 +286,32 @@ def test_a_file_that_the_server_does_not_know_goes_too(
     path.write_bytes(data)
     done = evict(Tier(f"file://{root}"), "--tag", TAG, "--yes")
     assert (done["tiers"][0]["removed"], done["tiers"][0]["kept"]) == (1, 0) and not path.exists()
+
+
+def test_a_file_that_the_disk_does_not_give_makes_an_erasure_incomplete(
+    engine: SmallEngine, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_storage, "REMOVAL_WAIT_S", 1.0)  # the server will not remove it
+    namespace, key = engine.client.namespace.digest, engine.keys(6).keys[5]
+    path = root / "blobs" / relative_path(BlobName(namespace, key))
+    data, read = path.read_bytes(), scan.read_head
+    report("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+
+    def read_others(wanted: Path | str, length: int) -> bytes:
+        if str(wanted) == str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(wanted, length)
+
+    tier = Tier(f"file://{root}")
+    with monkeypatch.context() as failing:
+        failing.setattr(scan, "read_head", read_others)
+        done = evict(tier, "--tag", TAG, "--yes", code=4)
+        assert (done["unread"], done["selected"]) == (1, 0) and path.exists()
+        assert done["notes"][0].startswith("1 chunks cannot be read now")
+    done = evict(tier, "--tag", TAG, "--yes")
+    assert (done["unread"], done["tiers"][0]["removed"]) == (0, 1) and not path.exists()
 
 
 def test_what_waits_to_be_written_is_never_written(tmp_path: Path, root: Path) -> None:

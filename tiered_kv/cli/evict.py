@@ -136,9 +136,9 @@ def evict(
     takes all of that namespace, and beside another limits it to that namespace. Pinned chunks and the prefixes before
     them stay, also with --all: unpin them first. But --tag erases, and so does --stored-by: pinned chunks go, too, and
     their pins with them, and in a bucket every object's header is read, because nothing else tells whose it is and who
-    stored it. If some of it is in use at the moment, the command ends with 4: say it again. A running server is told,
-    keeps what it is using at the moment, and goes on; what was removed is computed again when it is asked for. What it
-    cannot delete stays, and the command ends with 4.
+    stored it. If some of it is in use at the moment, or cannot be read, the command ends with 4: say it again. A
+    running server is told, keeps what it is using at the moment, and goes on; what was removed is computed again when
+    it is asked for. What it cannot delete stays, and the command ends with 4.
 
     --stored-by also takes what others stored behind a chunk that is meant: it was computed from what was loaded. What
     engines have loaded by now they keep, and store more behind it: docs/operations.md says in which order to do what
@@ -167,7 +167,7 @@ def evict(
         report = _carry_out(order, more)
         if as_json:
             print_json(report)
-        if any(done.failed or (order.origin is not None and done.kept) for done in report.tiers):
+        if report.unread or any(done.failed or (order.origin is not None and done.kept) for done in report.tiers):
             raise typer.Exit(EXIT_FOUND)
 
 
@@ -226,7 +226,8 @@ def _evict_tier(storage: Storage, content: Content, order: _Order) -> EvictRepor
                 selection = without_pinned(forest, selection, storage.pins())
                 removal = storage.remove(selection.blobs, tick)
         tiers.append(_done(storage.kind, removal, removal.removed_bytes, as_json=order.as_json))
-    return _report(order, selection, tiers, content.notes)
+    unread = 0 if origin is None else content.count_strays("unreadable", namespace=namespace)
+    return _report(order, selection, tiers, content.notes, unread)
 
 
 def _criteria(
@@ -342,7 +343,9 @@ def _erase_server(
     return msgspec.structs.replace(report, tiers=[*done, *report.tiers])
 
 
-def _report(order: _Order, selection: Selection, tiers: list[TierRemoval], notes: list[str]) -> EvictReport:
+def _report(
+    order: _Order, selection: Selection, tiers: list[TierRemoval], notes: list[str], unread: int = 0
+) -> EvictReport:
     return EvictReport(
         uri=None if order.uri is None else redact(order.uri),
         server=order.server,
@@ -353,6 +356,7 @@ def _report(order: _Order, selection: Selection, tiers: list[TierRemoval], notes
         selected_bytes=selection.size_bytes,
         pinned=len(selection.pinned),
         pinned_bytes=selection.pinned_bytes,
+        unread=unread,
         namespaces=selection.by_namespace(),
         tiers=tiers,
         notes=notes,

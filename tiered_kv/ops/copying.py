@@ -21,7 +21,16 @@ from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.ops.forest import Forest, Ident, ident
 from tiered_kv.ops.report import Report
-from tiered_kv.ops.storage import Content, NamespaceRecord, Progress, Reader, Storage, StoredBlob, no_progress
+from tiered_kv.ops.storage import (
+    NAMED_AS_BLOBS,
+    Content,
+    NamespaceRecord,
+    Progress,
+    Reader,
+    Storage,
+    StoredBlob,
+    no_progress,
+)
 from tiered_kv.ops.text import counted
 
 AT_ONCE: Final = {"disk": 2, "object": 16}
@@ -132,8 +141,7 @@ def note_on_strays(content: Content, below: str) -> list[str]:
     Args:
         below: The path of the only namespace that is copied; empty: all are.
     """
-    kinds = ("damaged", "foreign")
-    count = sum(stray.kind in kinds and stray.path.startswith(below) for stray in content.strays)
+    count = sum(stray.kind in NAMED_AS_BLOBS and stray.path.startswith(below) for stray in content.strays)
     if not count:
         return []
     return [f"{counted(count, 'file')} under the name of a chunk, damaged or of another format version, not copied"]

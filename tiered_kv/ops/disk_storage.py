@@ -521,7 +521,7 @@ def _take_other(
     if kind is Kind.STRAY:
         word, reason = "name", "not a name that a blob has"
     elif isinstance(found.reason, OSError):
-        reason = f"cannot be read: {found.reason.strerror}"
+        word, reason = "unreadable", f"cannot be read: {found.reason.strerror}"
     elif kind is Kind.FOREIGN:
         word = "foreign"
     content.strays.append(Stray(f"blobs/{found.relative}", size_bytes, written_s, word, reason))

@@ -71,6 +71,8 @@ class EvictReport(Report, frozen=True, kw_only=True):
         pinned: Chunks that were asked for and stay, because they are pinned or a chunk behind them is.
         pinned_bytes: What they take.
         namespaces: The chosen chunks by namespace.
+        unread: Chunks whose headers the medium does not give now, so that an erasure, which is not complete then, does
+            not know whose they are; 0 where chunks were chosen otherwise.
         tiers: What was done; empty after a dry run, or where nothing was chosen.
         notes: What may make this incomplete, in words.
     """
@@ -84,6 +86,7 @@ class EvictReport(Report, frozen=True, kw_only=True):
     selected_bytes: int
     pinned: int
     pinned_bytes: int
+    unread: int
     namespaces: list[NamespaceShare]
     tiers: list[TierRemoval]
     notes: list[str]
@@ -245,12 +248,12 @@ def note_on_foreign(content: Content, namespace: bytes | None) -> str:
     Args:
         namespace: None: in all of the tier.
     """
-    below = "blobs/" if namespace is None else f"blobs/{namespace.hex()}/"
-    count = sum(stray.kind == "foreign" and stray.path.startswith(below) for stray in content.strays)
+    count = content.count_strays("foreign", namespace=namespace)
     if not count:
         return ""
+    place = "blobs" if namespace is None else f"blobs/{namespace.hex()}"
     return (
         f"{counted(count, 'blob')} of another format version or namespace that no index tells of cannot be selected, "
-        f"not even by --namespace: to be rid of them, end the server and remove {below.rstrip('/')}"
+        f"not even by --namespace: to be rid of them, end the server and remove {place}"
         f"{'/NAMESPACE by its digits (`tiered-kv verify` names them)' if namespace is None else ''}"
     )

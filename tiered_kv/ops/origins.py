@@ -66,6 +66,11 @@ def read_origins(storage: Reader, content: Content, namespace: bytes | None, pro
             f"{count} chunks have a damaged header, so that nobody knows whose they are nor who stored them: "
             "`tiered-kv verify` names them"
         )
+    if count := content.count_strays("unreadable", namespace=namespace):
+        content.notes.append(
+            f"{count} chunks cannot be read now, so that nobody knows whose they are nor who stored them: say it again "
+            "when they can be; `tiered-kv verify` names them"
+        )
 
 
 def _is_there(told: _Told | None) -> bool:

@@ -76,6 +76,10 @@ class Origin:
     stored_by: tuple[str, ...] = ()
 
 
+NAMED_AS_BLOBS: Final = frozenset({"damaged", "unreadable", "foreign"})
+"""Kinds of strays that have a blob's name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stray:
     """Something in the tier that is no blob, or not one that can be read there.
@@ -83,8 +87,8 @@ class Stray:
     Attributes:
         path: Relative to the tier's root.
         kind: ``name``: its name is not one that we give. ``damaged``: a blob's name, but no header of it.
-            ``foreign``: a sound header of another namespace or format version. ``temp``: left by a write that was cut
-            off.
+            ``unreadable``: the same, and the medium does not give its header. ``foreign``: a sound header of another
+            namespace or format version. ``temp``: left by a write that was cut off.
     """
 
     path: str
@@ -95,7 +99,7 @@ class Stray:
 
     def as_blob(self) -> StoredBlob | None:
         """The blob that a file of a directory has the name of, without being one; None for any other stray."""
-        name = parse_path(self.path.removeprefix("blobs/")) if self.kind in ("damaged", "foreign") else None
+        name = parse_path(self.path.removeprefix("blobs/")) if self.kind in NAMED_AS_BLOBS else None
         return None if name is None else StoredBlob(name, self.size_bytes, self.modified_s, self.modified_s, 0.0)
 
 
@@ -179,6 +183,11 @@ class Content:
     @property
     def blob_bytes(self) -> int:
         return sum(blob.size_bytes for blob in self.blobs)
+
+    def count_strays(self, *kinds: str, namespace: bytes | None = None) -> int:
+        """Files of a directory under names of blobs that are none, of these kinds; of one namespace or of all."""
+        below = "blobs/" if namespace is None else f"blobs/{namespace.hex()}/"
+        return sum(stray.kind in kinds and stray.path.startswith(below) for stray in self.strays)
 
     def state_parts(self) -> dict[bytes, int]:
         """Parts of a state by namespace, of those that have states."""

@@ -109,7 +109,8 @@ class StorageFigures(msgspec.Struct, frozen=True, kw_only=True):
         free_bytes: Free space of the file system; None for an object store.
         own_bytes: Records, indexes, leases, logs: what is kept beside blobs.
         strays, stray_bytes: Files or objects that are no blob, or not one that can be read there.
-        stray_kinds: The same by kind: ``name``, ``damaged``, ``foreign``, ``temp``.
+        stray_kinds: The same by kind: ``name``, ``damaged``, ``unreadable``, ``foreign``,
+            ``temp``.
         pinned_chunks: Chunks with a pin of their own.
         last_used_unix_s: When any chunk was used last; None without chunks.
         namespaces: The largest first.
