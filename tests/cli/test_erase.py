@@ -3,6 +3,8 @@
 import errno
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from tiered_kv.keys.tags import tag_digest
 from tiered_kv.ops import disk_storage
 from tiered_kv.ops.storage import FOR_GOOD
 from tiered_kv.tiers.disk import scan
+from tiered_kv.tiers.disk.files import read_head
 
 ONE, TWO = Model(), Model(weights="two")
 MINE, THEIRS, SHARED = tokens(1, 4), tokens(2, 3), tokens(1, 2) + tokens(3, 1)
@@ -288,30 +291,49 @@ def test_a_file_that_the_server_does_not_know_goes_too(
     assert (done["tiers"][0]["removed"], done["tiers"][0]["kept"]) == (1, 0) and not path.exists()
 
 
-def test_a_file_that_the_disk_does_not_give_makes_an_erasure_incomplete(
-    engine: SmallEngine, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk_storage, "REMOVAL_WAIT_S", 1.0)  # the server will not remove it
-    namespace, key = engine.client.namespace.digest, engine.keys(6).keys[5]
-    path = root / "blobs" / relative_path(BlobName(namespace, key))
-    data, read = path.read_bytes(), scan.read_head
-    report("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(data)
+@contextmanager
+def unreadable(path: Path) -> Iterator[None]:
+    """A file in whose place the disk has a bad sector."""
 
     def read_others(wanted: Path | str, length: int) -> bytes:
         if str(wanted) == str(path):
             raise OSError(errno.EIO, "Input/output error")
-        return read(wanted, length)
+        return read_head(wanted, length)
 
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (scan, disk_storage):
+            patch.setattr(module, "read_head", read_others)
+        yield
+
+
+def test_a_file_that_cannot_be_read_makes_an_erasure_incomplete(
+    engine: SmallEngine, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_storage, "REMOVAL_WAIT_S", 1.0)  # the server will not remove it
+    path = root / "blobs" / relative_path(BlobName(engine.client.namespace.digest, engine.keys(6).keys[5]))
+    data = path.read_bytes()
+    report("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data + bytes(4096))  # of another size than an index that was not written yet says
     tier = Tier(f"file://{root}")
-    with monkeypatch.context() as failing:
-        failing.setattr(scan, "read_head", read_others)
+    with unreadable(path):
         done = evict(tier, "--tag", TAG, "--yes", code=4)
         assert (done["unread"], done["selected"]) == (1, 0) and path.exists()
         assert done["notes"][0].startswith("1 chunks cannot be read now")
     done = evict(tier, "--tag", TAG, "--yes")
     assert (done["unread"], done["tiers"][0]["removed"]) == (0, 1) and not path.exists()
+
+
+def test_of_a_new_chunk_that_cannot_be_read_the_index_tells(tmp_path: Path) -> None:
+    """It may have that from what lay there before, so the erasure is not complete; all else goes."""
+    made = directory_tier(tmp_path / "kv")
+    with made.open() as storage:
+        ONE.store(storage, MINE, tag=TAG)
+        ONE.store(storage, THEIRS)
+    with unreadable(tmp_path / "kv" / "blobs" / relative_path(ONE.names(MINE)[2])):
+        done = evict(made, "--tag", TAG, "--yes", code=4)
+    assert (done["unread"], done["tiers"][0]["removed"]) == (1, 4)
+    assert all(there(made, ONE, THEIRS)) and not any(there(made, ONE, MINE))
 
 
 def test_what_waits_to_be_written_is_never_written(tmp_path: Path, root: Path) -> None:

@@ -281,6 +281,22 @@ def test_what_was_pinned_after_the_listing_stays(local_place: Place) -> None:
     assert "3 chunks stay (orphans): some were pinned after the listing" in garbage.notes[-1]
 
 
+def test_what_was_stored_behind_a_dead_namespace_s_chunks_and_pinned_keeps_all_of_it(local_place: Place) -> None:
+    """An engine came back to it while the question stood; its new chunk is in no listing."""
+    old = base_model(local_place, 0)
+    store(local_place, old, tokens(1, 3))
+    retire(local_place, old)
+    with local_place.open() as storage:
+        garbage = find(storage, storage.look(), MinimumAges(), time.time() + HOUR_S)
+        assert kinds(garbage) == [("retired", old.namespace.digest, 3)]
+    store(local_place, old, tokens(1, 4))
+    names = old.names(tokens(1, 4))
+    with local_place.open() as storage:
+        storage.pin([names[3]], time.time() + DAY_S)
+        collect(storage, garbage)
+        assert storage.contains(names) == [True] * 4
+
+
 def test_nothing_is_collected_while_pins_cannot_be_read(tmp_path: Path) -> None:
     place = Place.disk(tmp_path)
     paths = store(place, base_model(place, 0), tokens(1, 3))

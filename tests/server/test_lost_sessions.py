@@ -369,7 +369,11 @@ def test_an_arena_whose_lock_cannot_be_asked_counts_as_mapped(tmp_path: Path) ->
     directory = SyscallFaults(tmp_path)
     with directory.active():
         list(tmp_path.glob("*"))
-    with SyscallFaults(tmp_path, len(directory.calls), errno.EMFILE).active():
-        assert release_stale_arena_locks(tmp_path, own_id="") == 1
+    for at in range(len(directory.calls) + 1):  # the directory's own calls, then the lock's open
+        with SyscallFaults(tmp_path, at, errno.EMFILE).active():
+            assert release_stale_arena_locks(tmp_path, own_id="") == 1
+    with SyscallFaults(tmp_path, len(directory.calls), errno.EIO).active():
+        assert release_stale_arena_locks(tmp_path, own_id="") == 0, "for good, and no engine would ever be served"
+    assert len(list(tmp_path.iterdir())) == 1
     assert release_stale_arena_locks(tmp_path, own_id="") == 0
     assert list(tmp_path.iterdir()) == []

@@ -148,6 +148,18 @@ def test_pins_keep_a_chunk_and_what_is_before_it():
     assert where(story, LONG) == [2, 2, 0, 0, 0]
 
 
+def test_while_nobody_knows_what_is_pinned_it_stays_and_is_tried_again():
+    story = Story()
+    story.store(LONG)
+    told(story, LONG)
+    story.tiering.set_pinned(1, None)
+    assert release(story, LONG) == (0, 5)
+    story.finish_all()
+    assert where(story, LONG) == [2] * 5
+    story.tiering.set_pinned(1, [SMALL.key((1, 2))])
+    assert release(story, LONG) == (3, 0)
+
+
 def test_an_end_that_is_left_behind_goes_and_the_state_that_stays_does_not():
     story = Story()
     turn(story, (1, 2, 3, 4))

@@ -534,8 +534,24 @@ def test_a_head_whose_404_may_be_anybodys_is_asked_again_by_a_get():
         answers["HEAD"] = NOT_THERE_IN_S3
         assert store.head("x") is None
         assert [asked.line.split()[0] for asked in server.asked] == ["HEAD", "GET", "HEAD"]
+        answers["HEAD"] = NOT_THERE.replace(b"Content", b"x-amz-cf-id: 1\r\nContent")  # of a network before the store
+        assert store.head("x") is None
+        assert [asked.line.split()[0] for asked in server.asked][3:] == ["HEAD", "GET"]
         answers["HEAD"], answers["GET"] = NOT_THERE, refusal(404, "NoSuchBucket")
         with pytest.raises(TierUnavailable, match="there is no bucket 'bucket'"):
+            store.head("x")
+        store.close()
+
+
+def test_an_object_that_is_stored_between_a_head_and_its_get_is_there():
+    """Two machines that compute one prefix meet there; where a HEAD goes on finding nothing no store answers it."""
+    there = b"HTTP/1.1 200 OK\r\nETag: 1\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\nContent-Length: 4\r\n\r\n"
+    part = there.replace(b"200 OK", b"206 Partial\r\nContent-Range: bytes 0-0/4").replace(b"Length: 4", b"Length: 1")
+    heads = [NOT_THERE, there, NOT_THERE, NOT_THERE]
+    with RawServer(lambda asked: heads.pop(0) if asked.line.startswith("HEAD") else part + b"K") as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, "key": "k", "secret": "s", "region": "x"})
+        assert store.head("x").size_bytes == 4
+        with pytest.raises(TierUnavailable, match="head failed: what answers there is no S3 server"):
             store.head("x")
         store.close()
 

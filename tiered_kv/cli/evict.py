@@ -226,8 +226,7 @@ def _evict_tier(storage: Storage, content: Content, order: _Order) -> EvictRepor
                 selection = without_pinned(forest, selection, storage.pins())
                 removal = storage.remove(selection.blobs, tick)
         tiers.append(_done(storage.kind, removal, removal.removed_bytes, as_json=order.as_json))
-    unread = 0 if origin is None else content.count_strays("unreadable", namespace=namespace)
-    return _report(order, selection, tiers, content.notes, unread)
+    return _report(order, selection, tiers, content.notes, content.unread)
 
 
 def _criteria(

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from tiered_kv.chunks.header import PEEK_BYTES, peek
-from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
+from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, TierUnavailable
 from tiered_kv.keys.conditions import Conditions
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
@@ -37,10 +37,10 @@ def read_origins(storage: Reader, content: Content, namespace: bytes | None, pro
     """Fill in the tags and storers that a listing left open or cannot be sure of, of one namespace or of all.
 
     Modifies:
-        ``content``: its blobs, less those that are gone by now, and its notes.
+        ``content``: its blobs, less those that are gone by now, its notes, and how many could not be read.
 
     Raises:
-        TierUnavailable: The tier does not answer, so the origins of the rest stay unknown.
+        TierUnavailable: The tier does not answer, so the origins of the rest, which no index tells, stay unknown.
     """
     unsure_since_s = content.unsure_since_s
     unknown = [
@@ -51,6 +51,7 @@ def read_origins(storage: Reader, content: Content, namespace: bytes | None, pro
     problems: Counter[str] = Counter()
     if unknown:
         told = _read_all(storage, unknown, progress)
+        content.unread = sum(one.problem == "unreadable" for one in told.values())
         problems.update(one.problem for blob, one in told.items() if blob.tag is None)
         content.blobs = [_filled_in(blob, told.get(blob)) for blob in content.blobs if _is_there(told.get(blob))]
     if text := note_on_foreign(content, namespace):
@@ -66,10 +67,11 @@ def read_origins(storage: Reader, content: Content, namespace: bytes | None, pro
             f"{count} chunks have a damaged header, so that nobody knows whose they are nor who stored them: "
             "`tiered-kv verify` names them"
         )
-    if count := content.count_strays("unreadable", namespace=namespace):
+    content.unread += content.count_strays("unreadable", namespace=namespace)
+    if content.unread:
         content.notes.append(
-            f"{count} chunks cannot be read now, so that nobody knows whose they are nor who stored them: say it again "
-            "when they can be; `tiered-kv verify` names them"
+            f"{content.unread} chunks cannot be read now, so that nobody knows for sure whose they are nor who stored "
+            "them: say it again when they can be; `tiered-kv verify` names them"
         )
 
 
@@ -112,7 +114,12 @@ def notes_on_storers(blobs: Iterable[StoredBlob], conditions: Conditions, namesp
 
 def _read_all(storage: Reader, blobs: list[StoredBlob], progress: Progress) -> dict[StoredBlob, _Told]:
     def read(blob: StoredBlob) -> _Told:
-        data = storage.read(blob, PEEK_BYTES)
+        try:
+            data = storage.read(blob, PEEK_BYTES)
+        except TierUnavailable:
+            if blob.tag is None:
+                raise
+            return _Told(problem="unreadable")  # the index tells, which may have it from what lay there before
         if data is None:
             return _Told(is_there=False)
         try:

@@ -170,6 +170,7 @@ class Content:
         is_whole: False where only the beginning was listed.
         unsure_since_s: Seconds since 1970. Of blobs that were written since then the tags and storers may be those of
             what lay there before: their headers tell.
+        unread: Chunks whose headers were asked for their origins, and the medium does not give them now.
     """
 
     blobs: Sequence[StoredBlob] = ()
@@ -179,6 +180,7 @@ class Content:
     notes: list[str] = field(default_factory=list)
     is_whole: bool = True
     unsure_since_s: float = float("inf")
+    unread: int = 0
 
     @property
     def blob_bytes(self) -> int:

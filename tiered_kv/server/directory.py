@@ -6,6 +6,7 @@ the socket lies in a private directory with a short path.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -30,6 +31,8 @@ SOCKET_PATH_MAX = 100
 INFO_BYTES_MAX = 64 << 10
 LOOK_INTERVAL_S = 1.0
 _NOT_OURS = "server.json in the cache directory is not what a cache server writes, so it stays: move it away"
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Of what the process or the machine lacks to look at a file."""
 _LOCK_NAME = re.compile(r"arena-[0-9a-f]{16}\.lock")
 
 
@@ -190,9 +193,19 @@ def hold_arena_lock(root: Path, server_id: str) -> int:
 
 
 def release_stale_arena_locks(root: Path, own_id: str) -> int:
-    """Remove the lock files of other servers that nobody holds; returns how many are held still."""
+    """Remove the lock files of other servers that nobody holds; returns how many are held still, as far as one can see.
+
+    Where a process has no descriptor or memory left to ask, they may be: memory that is mapped still must not be taken
+    for free.
+    """
     held = 0
-    for path in root.glob("arena-*.lock"):
+    try:
+        paths = list(root.glob("arena-*.lock"))
+    except OSError as exc:
+        if exc.errno not in _SHORT:
+            raise
+        return 1
+    for path in paths:
         if path == _lock_path(root, own_id) or _LOCK_NAME.fullmatch(path.name) is None:
             continue
         try:
@@ -200,8 +213,10 @@ def release_stale_arena_locks(root: Path, own_id: str) -> int:
         except FileNotFoundError:  # another server was quicker
             continue
         except OSError as exc:
-            held += not is_of_the_file(exc)  # it may be, and memory that is mapped still must not be taken for free
-            logger.warning("not a lock file of ours, or it cannot be asked; left alone. path=%s: %s", path, exc)
+            if exc.errno in _SHORT:
+                held += 1
+            else:
+                logger.warning("not a lock file of ours, or it cannot be asked; left alone. path=%s: %s", path, exc)
             continue
         try:
             status = os.fstat(fd)

@@ -529,7 +529,10 @@ class Server:
             before = self._old_arenas
             self._old_arenas = release_stale_arena_locks(self._root, own_id=self.server_id)
             if self._old_arenas and self._old_arenas != before:
-                logger.warning("sessions wait until the arenas of earlier servers are unmapped. n=%d", self._old_arenas)
+                logger.warning(
+                    "sessions wait until the arenas of earlier servers are unmapped, or can be asked about. n=%d",
+                    self._old_arenas,
+                )
         return self._old_arenas == 0
 
 

@@ -621,9 +621,14 @@ class SecondaryTier:
                 pin = self._index.parent(pin)
         self._pinned = {entry.record.key for entry in self._index.with_states(kept)}
 
+    @property
+    def knows_pins(self) -> bool:
+        """Whether it is known what operators and requests want kept here."""
+        return self._pinned is not None
+
     def is_pinned(self, entry: Entry) -> bool:
-        """Whether an operator or a request wants the chunk kept here."""
-        return self._pinned is None or entry.record.key in self._pinned
+        """Whether an operator or a request wants the chunk kept here, as far as that is known."""
+        return self._pinned is not None and entry.record.key in self._pinned
 
     def is_used(self, entry: Entry) -> bool:
         """Whether the blob is being read, into host memory or into the tier behind."""

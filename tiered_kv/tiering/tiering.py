@@ -692,6 +692,8 @@ class Tiering:
         own = [] if entry is None else own_chunks(self.index, entry, owner)
         staying = self._staying(owner, kept)
         disks = [tier for tier in self._tiers if not tier.is_shared]
+        if not all(disk.knows_pins for disk in disks):
+            return iter([ReleaseCount(0, len(own))])  # as what is in use: it may go later
 
         def is_kept(one: Entry) -> bool:
             key = one.record.key

@@ -312,6 +312,8 @@ def is_passing(exc: BaseException) -> bool:
 
 def is_of_identity(exc: BaseException) -> bool:
     """Whether one side does not take the other for who it says it is, by its keys, tokens or certificates."""
+    if isinstance(exc, NoIdentity) and isinstance(exc.__cause__, TimeoutError):
+        return False  # they are on their way: another client would ask for them anew, and wait as long
     names = {base.__name__ for error in chain(exc) for base in type(error).__mro__}
     is_unproven = bool(names & _UNPROVEN) and not names & _CUT
     return code_of(exc) in _UNKNOWN_CODES or status_of(exc) == 401 or is_unproven

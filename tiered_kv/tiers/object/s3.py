@@ -145,7 +145,10 @@ class S3Medium:
                 raise
         # Whoever is between here and the store has this number, too; to a GET the store says its code with it.
         await self._get(path, 1, None)
-        raise NotAStore("a HEAD finds nothing where a GET finds an object")
+        try:
+            return await self._calls.call("head_object", Key=self._prefix + path)  # it may have been stored meanwhile
+        except FileNotFoundError as exc:
+            raise NotAStore("a HEAD finds nothing where a GET finds an object") from exc
 
     def page(self, prefix: str, cursor: object | None) -> ListPage:
         more = {} if cursor is None else {"ContinuationToken": cursor}

@@ -16,6 +16,10 @@ _LIST_FIELDS: Final = frozenset({"Name", "IsTruncated", "Contents", "KeyCount"})
 """Of which every server sends some; botocore takes any other XML, a page for people too, for an empty list."""
 
 
+_OF_S3: Final = frozenset({"x-amz-request-id", "x-amz-id-2", "x-amz-delete-marker"})
+"""Of each answer, or of one about an object that was deleted. A network before the store adds others that begin so."""
+
+
 def refuse_nobodys(exc: BaseException, method: str) -> None:
     """Tell a 404 that no store says from one that does.
 
@@ -34,7 +38,7 @@ def is_by_a_store(exc: BaseException) -> bool:
     """Whether a refusal has a header of S3's own, as that of most stores has."""
     answers = [answer for one in chain(exc) if isinstance(answer := getattr(one, "response", None), dict)]
     headers = (answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) for answer in answers)
-    return any(name.startswith("x-amz-") for found in headers for name in found)
+    return any(_OF_S3 & found.keys() for found in headers)
 
 
 def first_bytes(length: int) -> str:
