@@ -33,17 +33,17 @@ ONCE: Final = {"retry_total": 0, "logger": _requests}
 def open_azure(location: Location, timeout_s: float) -> Medium:
     """The container of a location; nothing is asked of it yet."""
     container, _, prefix = location.path.partition("/")
-    return AzureMedium(LoopClient(lambda: _open_filesystem(location, timeout_s), timeout_s), container, prefix)
+    return AzureMedium(LoopClient(lambda: _open_filesystem(location), timeout_s), container, prefix)
 
 
-def _open_filesystem(location: Location, timeout_s: float) -> Any:
+def _open_filesystem(location: Location) -> Any:
     from adlfs import AzureBlobFileSystem  # noqa: PLC0415  # slow to import: only processes that use one pay for it
 
     options = {**location.options, "use_listings_cache": False, "skip_instance_cache": True}
     filesystem = AzureBlobFileSystem(**options)
     found = filesystem.credential
     if hasattr(found, "get_token_info"):
-        filesystem.credential = _SeldomTokens(found, timeout_s)
+        filesystem.credential = _SeldomTokens(found)
         filesystem.do_connect()
     return filesystem
 
@@ -54,9 +54,8 @@ class _SeldomTokens:
     Threads: the loop's.
     """
 
-    def __init__(self, found: Any, timeout_s: float) -> None:
+    def __init__(self, found: Any) -> None:
         self._found = found
-        self._timeout_s = timeout_s
         self._renewals: dict[object, Renewal[Any]] = {}
         self.get_token = (
             found.get_token
@@ -77,7 +76,7 @@ class _SeldomTokens:
         renewal = Renewal(ask, _expires_within)
         if not asked.get("claims"):  # which answer one refusal, and are not asked for again
             renewal = self._renewals.setdefault((scopes, *sorted(asked.items())), renewal)
-        async with identifying(self._timeout_s):
+        async with identifying():
             return await renewal.current()
 
 

@@ -73,7 +73,7 @@ def _open_filesystem(location: Location, timeout_s: float) -> Any:
             return answer
 
         if keys is not None:
-            async with identifying(timeout_s):
+            async with identifying():
                 await keys.current()
         return await twice(ask)
 

@@ -59,7 +59,7 @@ class LoopCalls:
             NoIdentity: There is none, or its credentials could not be found or renewed. Told here, before a request is
                 signed: a token file that is missing would read as an object that is.
         """
-        async with identifying(None if self._is_given() else self.timeout_s):
+        async with identifying():
             client = await self.filesystem.set_session()
             if client is not self._client:
                 self._found = await self._find()

@@ -7,6 +7,7 @@ their own (``loop_calls.py``), and wait for several with ``all_of``.
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 from tiered_kv.tiers.object.errors import NoClientYet, TakenUnsure, is_passing, is_taken
@@ -83,13 +84,25 @@ class LoopClient:
         self._client = client
 
 
+_deadline: ContextVar[Deadline] = ContextVar("deadline of a call on the loop")
+
+
+def call_left_s() -> float:
+    """Time that is left of the call for which this coroutine runs on the loop."""
+    return _deadline.get().left_s()
+
+
 def run_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
     """Run a coroutine on another thread's loop; what is not done in time is cancelled.
 
     Raises:
         TimeoutError: It was not done in time.
     """
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    call = _deadline.set(Deadline(timeout_s))
+    try:
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)  # which takes this thread's context along
+    finally:
+        _deadline.reset(call)
     try:
         return future.result(timeout_s)
     except BaseException:

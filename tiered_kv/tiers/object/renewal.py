@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
 from tiered_kv.tiers.object.errors import NoIdentity
+from tiered_kv.tiers.object.loop_client import call_left_s
 from tiered_kv.tiers.object.medium import Deadline
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ RENEWAL_MAX_S: Final = 60.0
 """After this a program or a service that gives credentials is given up."""
 
 WAIT_SHARE: Final = 0.9
-"""Of a call's time, at most, for credentials: the rest is for saying that they, not the store, did not come."""
+"""Of what a call has left, at most, for credentials: the rest is for saying that they, not the store, did not come."""
 
 
 class Renewal(Generic[T]):
@@ -116,14 +117,14 @@ class Renewal(Generic[T]):
 
 
 @asynccontextmanager
-async def identifying(timeout_s: float | None) -> AsyncIterator[None]:
-    """Find out in the block who asks, for a call that ends within ``timeout_s``; None: nobody else is asked for that.
+async def identifying() -> AsyncIterator[None]:
+    """Find out in the block who asks, on the loop, for a call that is to tell of it if that comes late.
 
     Raises:
         NoIdentity: That failed or took too long, whatever it was, so the store is not asked.
     """
     try:
-        async with asyncio.timeout(None if timeout_s is None else timeout_s * WAIT_SHARE):
+        async with asyncio.timeout(call_left_s() * WAIT_SHARE):
             yield
     except NoIdentity:
         raise

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tiered_kv.location import Location
-from tiered_kv.tiers.object.errors import IncompleteRead, NotAStore, is_missing, is_unknown
+from tiered_kv.tiers.object.errors import IncompleteRead, NoClientYet, NotAStore, is_missing, is_unknown
 from tiered_kv.tiers.object.loop_client import DELETED_AT_ONCE, all_of
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_size
 from tiered_kv.tiers.object.s3_answers import check_list, first_bytes, is_beyond_the_end, is_by_a_store, refuse_page
@@ -196,11 +196,13 @@ class S3Medium:
         if self._bodies is not None:
             return self._bodies
         if not self._choosing.acquire(timeout=self._calls.deadline().wait_s(self._calls.timeout_s)):
-            raise TimeoutError("another call is still making the client")
+            raise NoClientYet("another call is still making the client")
         try:
             if self._bodies is None:
                 self._bodies = _open_bodies(self._calls)
             return self._bodies
+        except TimeoutError as exc:  # the store is asked for nothing there
+            raise NoClientYet("the client is still being made") from exc
         finally:
             self._choosing.release()
 
