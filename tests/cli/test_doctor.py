@@ -626,7 +626,11 @@ def test_plain_http_to_another_machine_is_a_warning(
 ) -> None:
     for name in AWS:
         monkeypatch.delenv(name, raising=False)
-    options = {} if endpoint is None else {"endpoint_url": endpoint}
+    options = {}
+    if endpoint is not None and "@" in endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)  # our own option has no user in it
+    elif endpoint is not None:
+        options = {"endpoint_url": endpoint}
     config = Config.from_mapping({"storage_uri": "s3://bucket/p", "storage_options": options})
     (finding,) = doctor_object._endpoint(config)
     assert finding.status == status and text in finding.text and "hidden" not in finding.text
