@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kit.samples.model_configs import KNOWN
+from tests.kit.vllm.harness import models_are_inspected_here
 from tiered_kv.chunks.geometry import ChunkGeometry
 from tiered_kv.vllm.kv_groups import CacheGroups
 from tiered_kv.vllm.kv_layout import rank_pages
@@ -47,7 +48,8 @@ def test_vllm_reads_the_same_heads_and_layers(name, tmp_path):
     config = KNOWN[name].get("text_config", KNOWN[name])
     shape = shape_of(config)
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [ARCHITECTURES[shape.model_type]]}))
-    theirs = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=2048)
+    with models_are_inspected_here():
+        theirs = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=2048)
     assert theirs.get_total_num_hidden_layers() == len(shape.windows)
     assert theirs.get_num_kv_heads(ParallelConfig()) == shape.kv_heads
     assert theirs.get_head_size() * (1 if shape.is_mla else 2) == shape.head_values

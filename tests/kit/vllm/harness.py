@@ -98,7 +98,7 @@ def make_llm(model: Path, connector: Mapping[str, Any] | None = None, **override
         is_async = bool(options.get("async_scheduling"))
         with (
             _modules_stay_frozen(),
-            _models_are_inspected_here(),
+            models_are_inspected_here(),
             _kernels_are_replaced_once(),
             _schedules_as_asked(is_async=is_async),
         ):
@@ -129,7 +129,7 @@ def _freeze_modules() -> None:
     gc.freeze()
 
 
-def _models_are_inspected_here() -> Any:
+def models_are_inspected_here() -> Any:
     """Keep vLLM from a process that imports it all again to look at a class of models, for each the first time.
 
     It is afraid of CUDA, which no test has. What it finds it keeps in the user's cache, which a new machine lacks.
