@@ -381,7 +381,7 @@ def test_clients_that_are_slow_to_be_made_cost_one_deadline(monkeypatch: pytest.
         pass
 
     def get() -> None:
-        with pytest.raises(TierUnavailable, match="did not answer in time") as caught:
+        with pytest.raises(TierUnavailable, match="the client or its credentials did not come in time") as caught:
             read(store)
         failures.append(caught)
 
