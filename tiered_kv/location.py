@@ -74,8 +74,8 @@ POOL_NAME_MAX: Final = 128
 SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 """A scheme's name (RFC 3986, section 3.1)."""
 
-NOT_OF_AN_ENDPOINT: Final = re.compile(r"[@?#\s]")
-"""A user, a query, a space: clients send them along, or sign without them, and the store refuses what comes of it."""
+ENDPOINT: Final = re.compile(r"https?://[^@?#\s]*")
+"""Without a user, a query or a space: clients send them along, or sign without them, and the store refuses that."""
 
 MEDIA_GROUP: Final = "tiered_kv.tiers"
 """Entry points of installed packages: a scheme, and the factory of its tier."""
@@ -314,9 +314,7 @@ def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
     if scheme in ("memory", "shared+file") and checked:
         raise ConfigError(f"setting storage_options: {scheme}:// takes none")
     endpoint = checked.get("endpoint_url")
-    if isinstance(endpoint, str) and not endpoint.startswith(("http://", "https://")):
-        raise ConfigError("option endpoint_url of storage_uri: expected http://host:port or https://host")
-    if isinstance(endpoint, str) and NOT_OF_AN_ENDPOINT.search(endpoint):
+    if isinstance(endpoint, str) and not ENDPOINT.fullmatch(endpoint):
         raise ConfigError(
             "option endpoint_url of storage_uri: expected http://host:port or https://host, alone: what signs requests "
             "goes into the options key and secret, or into the environment"

@@ -10,7 +10,7 @@ import errno
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -280,6 +280,16 @@ def status_of(exc: BaseException) -> int | None:
     return None
 
 
+def headers_of(exc: BaseException) -> Mapping[str, str]:
+    """The headers of the store's answer, of botocore's errors, by names in small letters; none when there was none."""
+    for one in chain(exc):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):
+            headers: Mapping[str, str] = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+            return headers
+    return {}
+
+
 def is_missing(exc: BaseException) -> bool:
     """Whether the store says that this object is not there; a missing bucket is something else."""
     if isinstance(exc, NotAStore):
@@ -367,15 +377,11 @@ def explain(exc: BaseException, bucket: str) -> str:
 
 def _is_skewed(exc: BaseException) -> bool:
     """Whether the store's answer has a date so far from this machine's that it takes nothing that is signed here."""
-    for one in chain(exc):
-        response = getattr(one, "response", None)
-        if isinstance(response, dict):
-            said = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
-            try:
-                return abs(email.utils.parsedate_to_datetime(said).timestamp() - time.time()) > _SKEW_S
-            except (ValueError, OverflowError):
-                return False
-    return False
+    try:
+        said_s = email.utils.parsedate_to_datetime(headers_of(exc).get("date", "")).timestamp()
+    except (ValueError, OverflowError):
+        return False
+    return abs(said_s - time.time()) > _SKEW_S
 
 
 def _of_identity(cause: BaseException, bucket: str) -> str:

@@ -74,12 +74,9 @@ class LoopCalls:
         return None if self._found is None else await self._found.get_frozen_credentials()
 
     async def _find(self) -> Any:
-        return None if self._is_given() else await self.filesystem.session.get_credentials()
-
-    def _is_given(self) -> bool:
-        """Whether the location itself says who asks."""
         filesystem = self.filesystem
-        return bool(filesystem.anon or filesystem.key or filesystem.client_kwargs.get("aws_access_key_id"))
+        is_given = filesystem.anon or filesystem.key or filesystem.client_kwargs.get("aws_access_key_id")
+        return None if is_given else await filesystem.session.get_credentials()
 
     async def call(self, method: str, **arguments: object) -> Any:
         """Make one request.

@@ -7,7 +7,7 @@ Owns the range a get asks for, how often a create is tried, and whose word a 404
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tiered_kv.tiers.object.errors import NotAStore, chain, code_of, is_page, status_of
+from tiered_kv.tiers.object.errors import NotAStore, chain, code_of, headers_of, is_page, status_of
 
 CREATE_TRIES: Final = 3
 CONFLICT_WAIT_S: Final = 0.05
@@ -36,9 +36,7 @@ def refuse_nobodys(exc: BaseException, method: str) -> None:
 
 def is_by_a_store(exc: BaseException) -> bool:
     """Whether a refusal has a header of S3's own, as that of most stores has."""
-    answers = [answer for one in chain(exc) if isinstance(answer := getattr(one, "response", None), dict)]
-    headers = (answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) for answer in answers)
-    return any(_OF_S3 & found.keys() for found in headers)
+    return bool(_OF_S3 & headers_of(exc).keys())
 
 
 def first_bytes(length: int) -> str:
