@@ -234,6 +234,20 @@ def test_keys_are_short_on_a_terminal_and_styles_obey_no_color(disk: Tier) -> No
         assert ("\x1b[3" in text) == (not no_color)
 
 
+def test_a_path_is_no_markup_to_a_terminal(tmp_path: Path) -> None:
+    """A name in brackets was a style, and one with a slash ended the command in a traceback."""
+    (tmp_path / "[").mkdir()
+    made = directory_tier(tmp_path / "[" / "b]")
+    with made.open() as storage:
+        Model().store(storage, tokens(1, 1))
+    (tmp_path / "[" / "b]" / "tmp").mkdir(exist_ok=True)
+    left = tmp_path / "[" / "b]" / "tmp" / "123-1"
+    left.write_text("x")
+    os.utime(left, (1, 1))
+    text = on_a_terminal([sys.executable, "-m", "tiered_kv.cli", "gc", made.uri, "--dry-run"], {})
+    assert "Garbage in" in text and "/[/b]" in text and "Traceback" not in text
+
+
 def on_a_terminal(command: list[str], environment: dict[str, str]) -> str:
     """What a command writes to a terminal."""
     ours, theirs = pty.openpty()

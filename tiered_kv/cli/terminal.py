@@ -19,7 +19,7 @@ def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], aligned_right: Sequence[bool]
 ) -> None:
     """Print a table that folds cells which are too wide."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column, is_right in zip(columns, aligned_right, strict=True):
         table.add_column(column, justify="right" if is_right else "left", overflow="fold")
     for row in rows:
