@@ -163,6 +163,23 @@ def test_a_wrong_setting_says_what_is_wrong(cli, root: Path, settings: list[str]
     assert done.returncode == 2 and expected in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("evict", "{}", "--all", "--dry-run"),
+        ("stat", "{}"),
+        ("doctor", "{}"),
+        ("cp", "{}", "file:///tmp/nowhere"),
+        ("warm", "{}", "--from", "file:///tmp/nowhere"),
+    ],
+)
+def test_a_tier_is_named_once(cli, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """A second name won: `evict` removed there, and reported the first."""
+    tier = directory_tier(tmp_path / "kv")
+    done = cli(*(word.format(tier.uri) for word in words), "--set", f"storage_uri=file://{tmp_path}")
+    assert (done.returncode, done.stderr) == (2, "tiered-kv: option --set: storage_uri is given twice\n")
+
+
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_a_verb_does_without_streams_that_its_starter_closed(tmp_path: Path, closed: str) -> None:
     tier, command = directory_tier(tmp_path / "kv"), f'exec "$@" {closed}'

@@ -68,7 +68,7 @@ def doctor(
     with exit_codes():
         if (uri is None) == (config is None):
             raise ConfigError("name either the storage URI or --config")
-        given = parse_settings(more)
+        given = parse_settings(more, names_uri=uri is None)
         size = None if chunk_bytes is None else option_value("--chunk-bytes", parse_size, chunk_bytes)
         before: list[DoctorFinding] = []
         settings: dict[str, object] | None = {"storage_uri": uri}

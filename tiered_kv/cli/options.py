@@ -112,8 +112,11 @@ def _digits(text: str, what: str) -> str:
     return digits
 
 
-def parse_settings(given: Sequence[str] | None) -> dict[str, object]:
+def parse_settings(given: Sequence[str] | None, *, names_uri: bool = False) -> dict[str, object]:
     """Settings by name; values are JSON where they can be read as such, else text.
+
+    Args:
+        names_uri: The command line names no storage URI, so that a setting may.
 
     Raises:
         ConfigError: One has no ``=``, or a name is given twice.
@@ -123,7 +126,7 @@ def parse_settings(given: Sequence[str] | None) -> dict[str, object]:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise ConfigError(f"option --set: expected NAME=VALUE, got {name!r}")
-        if name in settings:
+        if name in settings or (name == "storage_uri" and not names_uri):
             raise ConfigError(f"option --set: {name} is given twice")
         try:
             settings[name] = json.loads(value)
