@@ -110,6 +110,31 @@ def test_a_pinned_prefix_outlives_what_a_full_server_stores_until_it_is_unpinned
         assert engine.hits(5) == 0, "the prefix stays although it is not pinned any more"
 
 
+def test_a_disk_that_pins_hold_above_its_limit_is_told(root: Path) -> None:
+    """A limit that was lowered: nothing more was stored, and neither log, `stat` nor `doctor` said why."""
+    with closing(SmallEngine.start(settings(root))) as engine:
+        engine.store(60)
+        engine.wait_hits(60)
+        wait_written(root)
+        report("pin", f"file://{root}", engine.keys(60).keys[59].hex())
+    end_server(root)
+    limits = {"host_bytes": "2MiB", "disk_bytes": (64 << 20) + 40 * 40960}
+    sets = [word for name, value in limits.items() for word in ("--set", f"{name}={value}")]
+    said = "hardly anything else can be stored"
+    assert said in run("doctor", f"file://{root}", *sets).stdout
+    with closing(SmallEngine.start(settings(root, **limits))) as engine:
+        (disk,) = figures(root)["tiers"]
+        assert disk["pinned_bytes"] == disk["used_bytes"] > disk["capacity_bytes"]
+        assert "pinned, more than its capacity" in run("stat", f"file://{root}").stdout
+        assert said in run("doctor", f"file://{root}", *sets).stdout
+        log = (root / "server.log").read_text()
+        assert log.count("pins keep most of a tier, or more than its limit") == 1
+        report("unpin", f"file://{root}", engine.keys(60).keys[59].hex())
+        wait_for_flushes(root)
+        assert figures(root)["tiers"][0]["pinned_bytes"] == 0
+        assert said not in run("doctor", f"file://{root}", *sets).stdout
+
+
 def test_while_pins_cannot_be_read_from_the_start_nothing_is_evicted(root: Path) -> None:
     """They counted as none: a restart with a slip in the file, or with that of a later version, cost every pin."""
     config = settings(root, host_bytes="2MiB", disk_bytes=(64 << 20) + 60 * 40960)

@@ -42,6 +42,7 @@ def test_every_figure_says_what_is_there():
         backlog_chunks=1,
         chunks=2,
         tails=0,
+        pinned_bytes=0,
         admitted_chunks=2,
         declined_chunks=0,
     )
@@ -52,6 +53,7 @@ def test_every_figure_says_what_is_there():
         backlog_chunks=1,
         chunks=0,
         tails=0,
+        pinned_bytes=0,
         admitted_chunks=1,
         declined_chunks=1,
     )

@@ -18,6 +18,7 @@ from tiered_kv.cli.text import (
     capacity_text,
     count_text,
     decisions_text,
+    pins_text,
     points_text,
     rate_text,
     share_text,
@@ -235,6 +236,7 @@ def _tier_row(figures: ServerFigures, tier: TierFigures) -> tuple[object, ...]:
         _state_text(tier),
         f"{tier.corrupt} damaged chunks read" if tier.corrupt else "",
         f"{tier.tails} of these are tails" if tier.tails else "",
+        pins_text(tier.pinned_bytes, tier.capacity_bytes),
         _admission_text(tier),
     ]
     return (

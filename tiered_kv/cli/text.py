@@ -85,6 +85,14 @@ def pin_text(now_s: float, end_s: float | None, *, is_kept: bool) -> str:
     return "yes" if is_kept else "-"
 
 
+def pins_text(pinned_bytes: int, capacity_bytes: int | None) -> str:
+    """What pins keep of a tier, and whether that is more than it may hold; empty where they keep nothing."""
+    if not pinned_bytes:
+        return ""
+    over = ", more than its capacity" if capacity_bytes is not None and pinned_bytes > capacity_bytes else ""
+    return f"{size_text(pinned_bytes)} pinned{over}"
+
+
 def states_text(states: int, size_bytes: int) -> str:
     """How many states of recurrent layers, or tails, are stored, and what they take; ``-`` where there are none."""
     return f"{states}, {size_text(size_bytes)}" if size_bytes else "-"

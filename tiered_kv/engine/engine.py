@@ -56,6 +56,7 @@ from tiered_kv.tiering.stats import TierStats
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import (
     HOST,
+    PINNED_SHARE_MAX,
     PROGRESS_INTERVAL_S,
     Arrival,
     Copy,
@@ -216,6 +217,7 @@ class Engine:
         self._flush_due_s = {number: now_s + tier.traits.flush_interval_s for number, tier in self.tiers.items()}
         self._flushing: set[int] = set()
         self._pins: dict[int, Collection[bytes] | None] = {}
+        self._full_of_pins: set[int] = set()  # tiers of which that was said
         self._describing: set[int] = set()
         self._undescribed: dict[int, dict[bytes, tuple[Namespace, str]]] = {number: {} for number in self.tiers}
         self._uses: dict[int, deque[ChunkRecord]] = {number: deque(maxlen=USES_MAX) for number in self.tiers}
@@ -261,7 +263,7 @@ class Engine:
                 self.tiering.restore(number, info.record, info.size_bytes)
                 count += 1
                 size_bytes += info.size_bytes
-            self.tiering.set_pinned(number, tier.pinned())
+            self._set_pinned(number, tier.pinned())
             self.tiering.restored(number, max(0, tier.usage().used_bytes - size_bytes))
             seconds = self.clock.monotonic() - started_s
             logger.info("tier scanned. tier=%s blobs=%d seconds=%.3f", tier.traits.name, count, seconds)
@@ -646,7 +648,7 @@ class Engine:
         self.tiering.expire_leases(now_s)
         self._keep_time(now_s)
         while self._pins:
-            self.tiering.set_pinned(*self._pins.popitem())
+            self._set_pinned(*self._pins.popitem())
         self._submit_jobs()
         self._keep_uses(now_s)
         is_due = now_s >= self._progress_due_s
@@ -657,6 +659,23 @@ class Engine:
             if isinstance(update, RowsEnded) and (lent := self._performer.lent.get(update.session)) is not None:
                 lent.end((*update.good, *update.bad, *update.elsewhere))
         return updates
+
+    def _set_pinned(self, number: int, keys: Collection[bytes] | None) -> None:
+        """Keep what is pinned, and say once where that leaves a tier no room for anything else."""
+        self.tiering.set_pinned(number, keys)
+        pinned_bytes = self.tiering.tier_usage(number).pinned_bytes
+        capacity_bytes = self.tiers[number].usage().capacity_bytes
+        if capacity_bytes is None or pinned_bytes <= PINNED_SHARE_MAX * capacity_bytes:
+            self._full_of_pins.discard(number)
+        elif number not in self._full_of_pins:
+            self._full_of_pins.add(number)
+            logger.warning(
+                "pins keep most of a tier, or more than its limit, so hardly anything else is stored there: unpin what "
+                "nobody needs, or raise the limit. tier=%s pinned_bytes=%d capacity_bytes=%d",
+                self.tiers[number].traits.name,
+                pinned_bytes,
+                capacity_bytes,
+            )
 
     @property
     def is_behind(self) -> bool:

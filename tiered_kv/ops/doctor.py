@@ -31,11 +31,12 @@ from tiered_kv.ops.doctor_server import (
     find_running,
 )
 from tiered_kv.ops.findings import DoctorFinding, DoctorMeasurement, error, ok, warning
+from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.object_storage import ObjectStorage
 from tiered_kv.ops.report import Report
 from tiered_kv.ops.storage import Content, NamespaceRecord, StoredBlob, Stray
 from tiered_kv.ops.text import counted
-from tiered_kv.tiering.types import Limits
+from tiered_kv.tiering.types import PINNED_SHARE_MAX, Limits
 from tiered_kv.tiers.disk.tier import metadata_reserve
 
 CHUNKS_FEW: Final = 16
@@ -183,7 +184,21 @@ def _examine_disk(config: Config, running: Running, result: Examination) -> tupl
     result.measurements += measurements
     if any(finding.check == "directory" for finding in findings if finding.status == "error"):
         return content, config.disk_bytes
-    return content, capacity_bytes(config, running, content.blob_bytes)
+    limit = capacity_bytes(config, running, content.blob_bytes)
+    result.findings += _pins(content, limit)
+    return content, limit
+
+
+def _pins(content: Content, limit_bytes: int) -> list[DoctorFinding]:
+    """Report pins that leave no room for anything else; no finding for others."""
+    pinned = [blob for blob in content.blobs if blob.pinned_until_s]
+    kept_bytes = sum(blob.size_bytes for blob in Forest(content.blobs).with_states(pinned)) if pinned else 0
+    for_blobs = limit_bytes - metadata_reserve(limit_bytes)
+    if kept_bytes <= PINNED_SHARE_MAX * for_blobs:
+        return []
+    text = f"they keep {size_text(kept_bytes)} of {size_text(for_blobs)}: hardly anything else can be stored"
+    hint = "`tiered-kv pin URI --list` names them: unpin what nobody needs, or raise disk_bytes"
+    return [warning("pins", text, hint)]
 
 
 def _strays(strays: Sequence[Stray]) -> list[DoctorFinding]:

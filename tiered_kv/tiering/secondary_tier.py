@@ -123,6 +123,7 @@ class SecondaryTier:
         usage: Bytes of each namespace, without what is being deleted.
         used_bytes: Bytes of all blobs here or being written or deleted.
         reserved_bytes: Bytes on the medium that are not ours to evict (foreign files found at start).
+        pinned_bytes: Of the blobs that pins keep, as of the last look at the pins.
 
     Written here only, but for ``admission``. Threads: one owner, tiering. Units: bytes.
     """
@@ -154,6 +155,7 @@ class SecondaryTier:
         self.usage = NamespaceUsage(quotas, lambda: self.capacity_bytes)
         self.used_bytes = 0
         self.reserved_bytes = 0
+        self.pinned_bytes = 0
         self._source = source
         self._next_source = next_source
         self._writes_max = writes_max
@@ -614,12 +616,17 @@ class SecondaryTier:
         if keys is None:
             self._pinned = None
             return
+        self.pinned_bytes = 0
         kept: set[Entry] = set()
         for pin in map(self._index.get, keys):
             while pin is not None and pin not in kept:  # of what is kept, all before it is
                 kept.add(pin)
                 pin = self._index.parent(pin)
-        self._pinned = {entry.record.key for entry in self._index.with_states(kept)}
+        self._pinned = set()
+        for entry in self._index.with_states(kept):
+            self._pinned.add(entry.record.key)
+            if entry in self.order:
+                self.pinned_bytes += entry.blob_bytes[self.number]
 
     @property
     def knows_pins(self) -> bool:

@@ -968,6 +968,7 @@ class Tiering:
             backlog_chunks=source.backlog,
             chunks=source.tier.blob_count,
             tails=self.stats[number].tails,
+            pinned_bytes=source.tier.pinned_bytes,
             admitted_chunks=source.tier.admission.admitted,
             declined_chunks=source.tier.admission.declined,
         )

@@ -19,6 +19,9 @@ HOST: Final = 0
 """The number of the host tier. The secondary tiers are 1, 2, ... from the highest to the lowest, here and wherever else
 a tier has a number: in the engine, on the wire and in figures."""
 
+PINNED_SHARE_MAX: Final = 0.9
+"""Where pins keep more of a tier, hardly anything else is stored there, and somebody has to be told."""
+
 PROGRESS_INTERVAL_S: Final = 0.02
 """Sessions are told so often of lookups that they follow, whose chunks arrive one after the other
 (``Lookups.chunk_ready``): what one knows as its wait ends is older by no more, if it began to follow as long before."""
@@ -384,6 +387,7 @@ class TierUsage:
         backlog_chunks: The same, and writes that the next life of the cache makes.
         chunks: Blobs that can be had from there.
         tails: How many of these are tails.
+        pinned_bytes: Of those that pins keep, as of the last look at the pins.
         admitted_chunks, declined_chunks: By its admission policy, since the start.
     """
 
@@ -393,6 +397,7 @@ class TierUsage:
     backlog_chunks: int
     chunks: int
     tails: int
+    pinned_bytes: int
     admitted_chunks: int
     declined_chunks: int
 
