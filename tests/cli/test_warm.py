@@ -30,6 +30,7 @@ from tiered_kv.server.members import recorded_geometry
 from tiered_kv.server.worker_client import WorkerClient
 
 ONE, TWO = Model(), Model(weights="two")
+KEY, OTHER = ONE.names(tokens(1, 4))[0].key.hex(), TWO.namespace.digest.hex()
 GOLDEN = Path(__file__).parents[1] / "golden"
 FIRST, SECOND = tokens(1, 4), tokens(2, 3)
 
@@ -64,6 +65,13 @@ def there(tier: Tier, model: Model, prompt: list[int]) -> int:
             assert storage.records()[model.namespace.digest].namespace == model.namespace
     assert all(held in (None, data) for held, data in found)
     return sum(held is not None for held, _ in found)
+
+
+def in_vain(*arguments: object):
+    """What a copy prints that leaves nothing in its target."""
+    done = run(*arguments, "--json")
+    assert done.exit_code == 4, done.output
+    return json.loads(done.stdout)
 
 
 def test_everything_is_copied_once(pair: tuple[Tier, Tier]) -> None:
@@ -147,6 +155,7 @@ def test_a_full_target_holds_whole_prefixes_and_says_so(request, tmp_path: Path,
         (["shared+{source}", "shared+{source}/x"], "the target lies in the source"),
         (["memory://a/b", "memory://a//b/"], "source and target are the same tier"),
         (["{source}", "{target}", "--from-set", "x"], "expected NAME=VALUE"),
+        (["{source}", "{target}", "--key", KEY, "--namespace", OTHER], "and --namespace names another"),
     ],
 )
 def test_what_cannot_be_copied_is_said(tmp_path: Path, given: list[str], expected: str) -> None:
@@ -161,7 +170,7 @@ def test_what_cannot_be_copied_is_said(tmp_path: Path, given: list[str], expecte
 def test_what_stays_free_on_a_disk_is_said_where_a_copy_ends_for_it(tmp_path: Path, monkeypatch) -> None:
     source = stocked(directory_tier(tmp_path / "source"))
     monkeypatch.setattr(copy_targets, "MIN_FREE_BYTES_DEFAULT", 1 << 60)
-    done = report("cp", source.uri, f"file://{tmp_path}/target")
+    done = in_vain("cp", source.uri, f"file://{tmp_path}/target")
     assert done["copied"] == 0 and "stay free on a disk without --set disk_bytes=SIZE" in done["full"]
     assert report("cp", source.uri, f"file://{tmp_path}/target", "--set", "disk_bytes=1GiB")["copied"] == 11
 
@@ -346,8 +355,10 @@ def test_a_bucket_that_has_begun_keeps_its_epoch_and_the_copy_says_so(
     theirs = engine.client.namespace.fields["epoch"]
     done = report("cp", first_bucket.uri, second)
     assert done["copied"] == 6 and f"that bucket has begun {theirs} of this model" in done["notes"][0]
-    done = warm(root, first_bucket)
-    assert done["copied"] == 0 and f"the server uses epoch {theirs} of this model" in done["notes"][0]
+    done = in_vain("warm", f"file://{root}", "--from", first_bucket.uri)
+    assert (done["copied"], done["refused"]) == (0, 6) and f"the server uses epoch {theirs} of this model" in done[
+        "notes"
+    ][0]
     assert engine.hits(6) == 0
     engine.close()
 
@@ -409,7 +420,7 @@ def test_what_a_server_cannot_write_is_counted_as_dropped(
     engine = SmallEngine.start(settings(root))
     shutil.rmtree(root / "tmp")
     (root / "tmp").write_text("no write can begin")
-    done = warm(root, Tier(f"file://{filled}"))
+    done = in_vain("warm", f"file://{root}", "--from", f"file://{filled}")
     assert (done["copied"], done["copied_bytes"], done["dropped"], done["left_out"]) == (0, 0, 36, 0)
     engine.close()
 
@@ -420,8 +431,8 @@ def test_a_retired_epoch_is_left_out_with_a_word(filled: Path, root: Path) -> No
     engine.close()
     engine = SmallEngine.start(settings(root), "later")
     assert engine.client.namespace.fields["epoch"] == "base-1"
-    done = warm(root, Tier(f"file://{filled}"))
-    assert (done["selected"], done["copied"]) == (0, 0)
+    done = in_vain("warm", f"file://{root}", "--from", f"file://{filled}")
+    assert (done["selected"], done["copied"], done["refused"]) == (0, 0, 36)
     assert "was left out: the server uses epoch base-1 of this model, and these chunks are of epoch base-0" in str(done)
     assert engine.hits(6) == 0
     engine.close()
@@ -451,8 +462,10 @@ def test_a_copy_is_whose_its_source_was(tmp_path: Path, root: Path, has_server: 
 def test_a_record_without_geometry_is_left_out_with_a_word(tmp_path: Path, root: Path) -> None:
     engine = SmallEngine.start(settings(root))
     source = stocked(directory_tier(tmp_path / "source"))
-    done = warm(root, source)
-    assert done["copied"] == 0 and len(done["notes"]) == 2
+    done = in_vain("warm", f"file://{root}", "--from", source.uri)
+    assert (done["copied"], done["refused"]) == (0, 11) and len(done["notes"]) == 2
+    text = run("warm", f"file://{root}", "--from", source.uri)
+    assert text.exit_code == 4 and "11 are of namespaces that were left out" in text.stdout
     assert all("does not say in a known way what a chunk holds" in note for note in done["notes"])
     engine.close()
 

@@ -10,6 +10,6 @@ EXIT_UNCONFIRMED: Final = 5
 
 EXIT_CODES: Final = (
     "Exit codes: 0 done; 1 the storage or the server cannot be reached; 2 a setting or an argument is wrong; "
-    "3 another server or command owns the directory; 4 a check found something wrong, an erasure is not complete, or "
-    "chunks could not be deleted; 5 not confirmed, nothing changed."
+    "3 another server or command owns the directory; 4 a check found something wrong, an erasure is not complete, "
+    "chunks could not be deleted, or none could be copied; 5 not confirmed, nothing changed; 130 interrupted."
 )

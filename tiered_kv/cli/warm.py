@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.exits import EXIT_CODES
+from tiered_kv.cli.exits import EXIT_CODES, EXIT_FOUND
 from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, find_chunk, find_namespace, look, parse_settings
 from tiered_kv.cli.output import exit_codes, note, print_json, progress
 from tiered_kv.config import Config, parse_size, size_text
@@ -119,10 +119,16 @@ def _copy(
 
 
 def _finish(report: WarmReport, said: int, *, as_json: bool) -> None:
-    """Print it; so many of its notes have been."""
+    """Print it; so many of its notes have been. Ends with 4 where the target has nothing of what was to be copied."""
     if as_json:
         print_json(report)
-        return
+    else:
+        _show(report, said)
+    if report.is_vain:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _show(report: WarmReport, said: int) -> None:
     copied = f"{counted(report.copied, 'chunk')}, {size_text(report.copied_bytes)}"
     print(f"copied {copied}, from {report.source} to {report.target}")
     for count, what in (
@@ -132,6 +138,7 @@ def _finish(report: WarmReport, said: int, *, as_json: bool) -> None:
         (report.vanished, "went from the source meanwhile"),
         (report.left_out, "were left out"),
         (report.dropped, "were dropped by the server; say it again when it is less busy"),
+        (report.refused, "are of namespaces that were left out"),
     ):
         if count:
             print(f"{count} {what}")

@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from tiered_kv.chunks.header import ParsedHeader, check_blob
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch
 from tiered_kv.keys.naming import BlobName
+from tiered_kv.ops.eviction import check_key_within
 from tiered_kv.ops.forest import Forest, Ident, ident
 from tiered_kv.ops.report import Report
 from tiered_kv.ops.storage import (
@@ -100,6 +101,7 @@ class WarmReport(Report, frozen=True, kw_only=True):
         vanished: Chunks that went from the source meanwhile.
         left_out: Chunks that were not copied, because the target is full or a chunk before them is not there.
         dropped: Chunks that the target's running server took and did not write.
+        refused: Chunks of the namespaces that were left out; none of the others' numbers counts them.
         full: Why the target took no more; null while it did.
         notes: What may make this incomplete, in words: namespaces that were left out, and why.
     """
@@ -116,8 +118,14 @@ class WarmReport(Report, frozen=True, kw_only=True):
     vanished: int
     left_out: int
     dropped: int
+    refused: int
     full: str | None
     notes: list[str]
+
+    @property
+    def is_vain(self) -> bool:
+        """Whether something was to be copied, and the target has none of it."""
+        return self.selected + self.refused > 0 and self.copied + self.there == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +141,14 @@ class Wanted:
     namespace: bytes | None = None
     key: StoredBlob | None = None
     size_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the chunk lies in the namespace.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        check_key_within(self.key, self.namespace)
 
 
 def note_on_strays(content: Content, below: str) -> list[str]:
@@ -229,6 +245,7 @@ def copy(
         vanished=counts[CopyOutcome.VANISHED],
         left_out=counts[CopyOutcome.NO_PARENT] + counts[CopyOutcome.LEFT_OUT],
         dropped=len(dropped),
+        refused=len(blobs) - len(taken),
         full=run.full or None,
         notes=notes,
     )

@@ -73,6 +73,10 @@ class EvictReport(Report, frozen=True, kw_only=True):
         namespaces: The chosen chunks by namespace.
         unread: Chunks whose headers the medium does not give now, so that an erasure, which is not complete then, does
             not know whose they are; 0 where chunks were chosen otherwise.
+        unjudged: Likewise chunks that do not tell: with a damaged header, or of another format version; and writes that
+            were cut off.
+        is_none_left: Whether nothing was found that was erased, stays, or does not tell whose it is, so that nothing is
+            left here; null without ``--expect-none``.
         tiers: What was done; empty after a dry run, or where nothing was chosen.
         notes: What may make this incomplete, in words.
     """
@@ -87,6 +91,8 @@ class EvictReport(Report, frozen=True, kw_only=True):
     pinned: int
     pinned_bytes: int
     unread: int
+    unjudged: int
+    is_none_left: bool | None
     namespaces: list[NamespaceShare]
     tiers: list[TierRemoval]
     notes: list[str]
@@ -132,10 +138,19 @@ class Criteria:
             raise ConfigError(
                 "say what shall go: --bytes, --to, --older-than, --namespace, --key, --tag, --stored-by or --all"
             )
-        if self.key is not None and self.namespace not in (None, self.key.name.namespace):
-            raise ConfigError(
-                f"the chunk of --key lies in namespace {self.key.name.namespace.hex()}, and --namespace names another"
-            )
+        check_key_within(self.key, self.namespace)
+
+
+def check_key_within(key: StoredBlob | None, namespace: bytes | None) -> None:
+    """Refuse a chunk of ``--key`` that does not lie in the namespace of ``--namespace``.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if key is not None and namespace not in (None, key.name.namespace):
+        raise ConfigError(
+            f"the chunk of --key lies in namespace {key.name.namespace.hex()}, and --namespace names another"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,9 +168,11 @@ class Content:
         own_bytes: What we keep there besides blobs: records, indexes, leases, logs.
         notes: What may make it incomplete, in words, e.g. that the index could not be read.
         is_whole: False where only the beginning was listed.
+        has_uses: False where every time of use is that of writing, because nothing there says more.
         unsure_since_s: Seconds since 1970. Of blobs that were written since then the tags and storers may be those of
             what lay there before: their headers tell.
         unread: Chunks whose headers were asked for their origins, and the medium does not give them now.
+        unjudged: Likewise those whose headers do not tell: damaged, or of another format version or namespace.
     """
 
     blobs: Sequence[StoredBlob] = ()
@@ -179,8 +181,10 @@ class Content:
     own_bytes: int = 0
     notes: list[str] = field(default_factory=list)
     is_whole: bool = True
+    has_uses: bool = True
     unsure_since_s: float = float("inf")
     unread: int = 0
+    unjudged: int = 0
 
     @property
     def blob_bytes(self) -> int:
