@@ -172,6 +172,58 @@ def test_a_chunk_that_another_tenant_stored_after_the_last_flush_is_that_tenants
     assert evict(made, "--tag", "tenant-b", "--yes")["tiers"][0]["removed"] == 4
 
 
+# -- proving that nothing is left -------------------------------------------------------------------------------------
+
+
+def test_a_proof_ends_with_0_only_where_nothing_was_found(tier: Tier) -> None:
+    proof = "--tag", TAG, "--expect-none"
+    assert (done := evict(tier, *proof, "--dry-run", code=4))["is_none_left"] is False and done["selected"] == 9
+    assert all(there(tier, ONE, MINE)), "a dry run looks"
+    assert evict(tier, *proof, "--yes", code=4)["is_none_left"] is False, "what was found is gone, and it was there"
+    for mode in ("--dry-run", "--yes"):
+        assert (done := evict(tier, *proof, mode))["is_none_left"] is True and done["selected"] == 0
+    assert "nothing of this tag was found here" in run("evict", tier.uri, *tier.sets(), *proof, "--dry-run").stdout
+    assert evict(tier, "--tag", TAG, "--yes")["is_none_left"] is None, "nobody asked for it"
+
+
+def test_what_does_not_tell_whose_it_is_is_no_proof(tier: Tier, tmp_path: Path) -> None:
+    proof = "--tag", TAG, "--expect-none", "--dry-run"
+    evict(tier, "--tag", TAG, "--yes")
+    assert evict(tier, *proof)["is_none_left"] is True
+    name, data = ONE.blobs(tokens(9, 1), TAG)[0]
+    other = "--namespace", TWO.namespace.digest.hex()
+    for stored in (bytes(8192), data.replace(b'"0003"', b'"0001"')):  # damaged, and of another format version
+        if tier.uri.startswith("file:"):
+            path = tmp_path / "kv" / "blobs" / relative_path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(stored)
+        else:
+            with tier.open() as storage:
+                storage.discard([name])
+                storage.write(name, memoryview(stored))
+        done = evict(tier, *proof, code=4)
+        assert (done["selected"], done["unjudged"], done["is_none_left"]) == (0, 1, False)
+        assert evict(tier, *proof, *other)["is_none_left"] is True, "of that namespace all can be judged"
+
+
+def test_what_a_crash_cut_off_is_no_proof_until_it_is_collected(tmp_path: Path) -> None:
+    made = directory_tier(tmp_path / "kv")
+    with made.open() as storage:
+        ONE.store(storage, THEIRS)
+    (tmp_path / "kv" / "tmp").mkdir(exist_ok=True)
+    (tmp_path / "kv" / "tmp" / "123-1").write_bytes(b"K" * 8192)
+    assert evict(made, "--tag", TAG, "--expect-none", "--yes", code=4)["unjudged"] == 1
+    (tmp_path / "kv" / "tmp" / "123-1").unlink()
+    assert evict(made, "--tag", TAG, "--expect-none", "--yes")["is_none_left"] is True
+
+
+@pytest.mark.parametrize("other", ["--all", "--stored-by=vllm<1", "--bytes=1GiB"])
+def test_a_proof_is_of_a_tag(tier: Tier, other: str) -> None:
+    assert "--expect-none goes with --tag" in complaint(
+        "evict", tier.uri, *tier.sets(), "--expect-none", other, "--yes"
+    )
+
+
 # -- while a server runs ---------------------------------------------------------------------------------------------
 
 
@@ -203,6 +255,34 @@ def test_memory_and_disk_of_a_running_server_lose_a_tag(engine: SmallEngine, roo
     assert [t["removed"] + t["kept"] for t in again["tiers"]] == [0, 0]
     engine.store(6, tag=TAG)
     engine.wait_hits(6)
+
+
+def test_a_server_proves_that_nothing_is_left_in_its_memory_and_on_its_disk(engine: SmallEngine, root: Path) -> None:
+    server, uri = Tier(f"--server={socket_of(root)}"), Tier(f"file://{root}")
+    proof = "--tag", TAG, "--expect-none"
+    said = complaint("evict", uri.uri, *proof, "--yes")
+    assert "the memory of this directory's server may hold more of it: name --server" in said and files(root) == 10
+    assert "cannot be looked into" in complaint("evict", server.uri, *proof, "--dry-run")
+    lookup, answer = engine.look_up(3)
+    assert answer.ready == 3
+    assert evict(server, *proof, "--yes", code=4)["is_none_left"] is False
+    engine.client.release(lookup)
+    poll_until(engine.client, lambda: figures(root)["hierarchy"]["leased_bytes"] == 0, "the lease's end")
+    assert evict(server, *proof, "--yes", code=4)["is_none_left"] is False, "what was in use was there until now"
+    assert evict(server, *proof, "--yes")["is_none_left"] is True
+    assert engine.hits(6) == 0 and files(root) == 4
+    engine.store(1, tag=TAG)
+    engine.wait_hits(1)
+    assert evict(server, *proof, "--yes", code=4)["is_none_left"] is False, "a request that ran on"
+
+
+def test_a_dry_run_says_that_it_does_not_look_into_memory(engine: SmallEngine, root: Path) -> None:
+    for what in (("--tag", TAG), ("--all",)):
+        done = report("evict", "--server", socket_of(root), "--tier", "host", *what, "--dry-run")
+        assert (done["selected"], done["tiers"]) == (0, [])
+        assert done["notes"] == ["what the server's memory holds of it goes, too; a dry run does not look there"]
+    assert report("evict", "--server", socket_of(root), "--tier", "disk", "--all", "--dry-run")["notes"] == []
+    assert engine.hits(6) == 6
 
 
 def test_by_its_uri_the_disk_is_meant_and_the_memory_named(engine: SmallEngine, root: Path) -> None:

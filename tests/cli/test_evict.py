@@ -101,6 +101,28 @@ def test_what_was_long_unused_goes(tmp_path: Path) -> None:
     assert there(tier, ONE, FIRST) == [True, True, False, False] and all(there(tier, ONE, SECOND))
 
 
+def test_where_nothing_tells_when_chunks_were_used_that_is_said(tier: Tier, tmp_path: Path) -> None:
+    """A directory without its index, and a bucket whose servers keep no limit: the most used prompt went by its age."""
+    said = "nothing here tells when chunks were used: they count as used when they were written"
+    if tier.uri.startswith("file:"):
+        assert evict(tier, "--older-than", "7d", "--dry-run")["notes"] == []
+        shutil.rmtree(tmp_path / "kv" / "index")
+    for asked in ("--older-than=7d", "--bytes=1KiB", "--to=1KiB"):
+        assert evict(tier, asked, "--dry-run")["notes"] == [said]
+    assert evict(tier, "--all", "--dry-run")["notes"] == []
+
+
+def test_an_index_that_cannot_be_looked_at_is_told(tmp_path: Path) -> None:
+    """It counted as none."""
+    made = directory_tier(tmp_path / "kv")
+    with made.open() as storage:
+        ONE.store(storage, FIRST)
+    shutil.rmtree(tmp_path / "kv" / "index")
+    (tmp_path / "kv" / "index").symlink_to("index")  # to itself
+    (said,) = report("ls", made.uri)["notes"]
+    assert said.startswith("times of use are those of writing, because the index cannot be read")
+
+
 def test_a_share_of_the_capacity_is_what_is_left(tmp_path: Path) -> None:
     tier = directory_tier(tmp_path / "kv")
     with tier.open() as storage:

@@ -52,6 +52,27 @@ if TYPE_CHECKING:
 
 EXAMPLES_SHOWN = 5
 
+NONE_LEFT = "nothing of this tag was found here"
+MAY_BE_LEFT = "something of this tag was found here, or does not tell whose it is: say it again until nothing is"
+
+ServerOption = Annotated[
+    str | None, typer.Option(metavar="SOCK", help="Evict from a running server instead: unix:///path/of/socket.")
+]
+TierOption = Annotated[
+    str | None, typer.Option(help="With --server: host or disk. (default: both)", show_default=False)
+]
+BytesOption = Annotated[
+    str | None, typer.Option("--bytes", metavar="SIZE", help="Free so much, e.g. 10GiB: the longest unused first.")
+]
+ToOption = Annotated[
+    str | None, typer.Option("--to", metavar="SHARE", help="Free down to 80% of the capacity, or to a size.")
+]
+OlderThanOption = Annotated[
+    str | None, typer.Option(metavar="TIME", help="What was not used for so long: 12h, 7d. Units s, m, h, d.")
+]
+ExpectNoneOption = Annotated[
+    bool, typer.Option("--expect-none", help="With --tag: end with 4 unless nothing of it was found here: a proof.")
+]
 KeyOption = Annotated[
     str | None, typer.Option(metavar="DIGITS", help="This chunk and everything behind it: its key, or how it begins.")
 ]
@@ -88,6 +109,7 @@ class _Order:
     stored_by: Conditions | None
     is_all: bool
     is_dry_run: bool
+    is_none_expected: bool
     is_confirmed: bool
     as_json: bool
 
@@ -105,27 +127,18 @@ def evict(
         str | None,
         typer.Argument(help="The tier: file:///var/cache/tiered_kv, s3://bucket/prefix.", show_default=False),
     ] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="SOCK", help="Evict from a running server instead: unix:///path/of/socket.")
-    ] = None,
-    tier: Annotated[
-        str | None, typer.Option(help="With --server: host or disk. (default: both)", show_default=False)
-    ] = None,
-    free: Annotated[
-        str | None, typer.Option("--bytes", metavar="SIZE", help="Free so much, e.g. 10GiB: the longest unused first.")
-    ] = None,
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="SHARE", help="Free down to 80% of the capacity, or to a size.")
-    ] = None,
-    older_than: Annotated[
-        str | None, typer.Option(metavar="TIME", help="What was not used for so long: 12h, 7d. Units s, m, h, d.")
-    ] = None,
+    server: ServerOption = None,
+    tier: TierOption = None,
+    free: BytesOption = None,
+    to: ToOption = None,
+    older_than: OlderThanOption = None,
     namespace: NamespaceOption = None,
     key: KeyOption = None,
     tag: TagOption = None,
     stored_by: StoredByOption = None,
     is_all: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; change nothing.")] = False,
+    expect_none: ExpectNoneOption = False,
     yes: Yes = False,
     more: Settings = None,
     as_json: AsJson = False,
@@ -144,6 +157,10 @@ def evict(
     engines have loaded by now they keep, and store more behind it: docs/operations.md says in which order to do what
     after a bad version.
 
+    --expect-none is for the last round of an erasure, and for who has to show that it is done: what is found goes as
+    without it, and the command ends with 4 if anything was found, or does not tell whose it is. With --dry-run nothing
+    goes; then a server's memory cannot be looked into.
+
     --server acts on what a running server holds: its disk tier, where pins count, and its host memory, where they do
     not. It goes with --namespace, --key, --tag, --stored-by or --all.
     """
@@ -161,17 +178,35 @@ def evict(
             stored_by=parse_stored_by(stored_by),
             is_all=is_all,
             is_dry_run=dry_run,
+            is_none_expected=expect_none,
             is_confirmed=yes,
             as_json=as_json,
         )
         report = _carry_out(order, more)
+        if expect_none:
+            report = msgspec.structs.replace(report, is_none_left=_found_none(report))
         if as_json:
             print_json(report)
-        if report.unread or any(done.failed or (order.origin is not None and done.kept) for done in report.tiers):
+        elif report.is_none_left is not None:
+            print(NONE_LEFT if report.is_none_left else MAY_BE_LEFT)
+        is_kept = any(done.failed or (order.origin is not None and done.kept) for done in report.tiers)
+        if report.unread or is_kept or report.is_none_left is False:
             raise typer.Exit(EXIT_FOUND)
 
 
+def _found_none(report: EvictReport) -> bool:
+    """Whether there was nothing that was erased, stays, or does not tell whose it is."""
+    is_seen = report.selected or report.unread or report.unjudged
+    return not is_seen and not any(done.removed or done.kept or done.failed for done in report.tiers)
+
+
 def _carry_out(order: _Order, more: list[str] | None) -> EvictReport:
+    if order.is_none_expected and order.tag is None:
+        raise ConfigError("option --expect-none goes with --tag")
+    if order.is_none_expected and order.is_dry_run and order.server is not None:
+        raise ConfigError(
+            "option --expect-none: a server's memory cannot be looked into without erasing: leave out --dry-run"
+        )
     if order.server is not None and order.uri is None:
         with open_server(order.server) as link:
             return _evict_server(link, order)
@@ -188,8 +223,13 @@ def _look_for_origin(storage: Storage, content: Content, order: _Order) -> None:
     look_for_origins(storage, content, find_namespace(content, order.namespace), order.stored_by)
     unfinished, is_served, text = sum(stray.kind == "temp" for stray in content.strays), storage.is_served(), None
     if is_served and order.server is None:
+        if order.is_none_expected:
+            raise ConfigError(
+                "option --expect-none: the memory of this directory's server may hold more of it: name --server instead"
+            )
         text = "the memory of this directory's server may hold more of it: say it with --server, too"
     elif unfinished and not is_served:
+        content.unjudged += unfinished
         text = (
             f"{unfinished} writes were cut off when a server ended, and nobody knows whose they are: `tiered-kv gc` "
             "removes what they left"
@@ -210,6 +250,9 @@ def _evict_tier(storage: Storage, content: Content, order: _Order) -> EvictRepor
         content.notes.append(text)
         note(text)
     criteria = _criteria(order, storage, content, namespace, chunk)
+    if content.blobs and not content.has_uses and (criteria.free_bytes or criteria.used_before_s is not None):
+        content.notes.append("nothing here tells when chunks were used: they count as used when they were written")
+        note(content.notes[-1])
     selection = select(forest, criteria, content.state_parts())
     if not order.as_json:
         _show_selection(selection, storage.uri)
@@ -226,7 +269,7 @@ def _evict_tier(storage: Storage, content: Content, order: _Order) -> EvictRepor
                 selection = without_pinned(forest, selection, storage.pins())
                 removal = storage.remove(selection.blobs, tick)
         tiers.append(_done(storage.kind, removal, removal.removed_bytes, as_json=order.as_json))
-    return _report(order, selection, tiers, content.notes, content.unread)
+    return _report(order, selection, tiers, content)
 
 
 def _criteria(
@@ -276,7 +319,7 @@ def _goal(storage: Storage, text: str) -> int:
 
 def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
     """The server's disk tier as if its URI had been named, then its memory."""
-    if order.free or order.to or order.older_than:
+    if any(one is not None for one in (order.free, order.to, order.older_than)):
         raise ConfigError(
             "--server goes with --namespace, --key, --tag, --stored-by or --all; for the rest name the directory's URI"
         )
@@ -301,7 +344,10 @@ def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
         chunk = None if order.key is None else find_chunk(forest, order.key)
         # Says what contradicts.
         Criteria(namespace=namespace, key=chunk, tag=order.tag, stored_by=order.stored_by, is_all=order.is_all)
-        report = _report(order, Selection([], []), [], content.notes)
+        if order.is_dry_run and HOST_NAME in tiers:
+            content.notes.append("what the server's memory holds of it goes, too; a dry run does not look there")
+            note(content.notes[-1])
+        report = _report(order, Selection([], []), [], content)
         if order.origin is not None and HOST_NAME in tiers:
             return _erase_server(link, storage, content, order, tiers)
         if DISK in tiers:
@@ -336,15 +382,13 @@ def _erase_server(
         confirm(f"{what} goes from the server's memory{where}. Go on?", is_confirmed=order.is_confirmed)
         removal = link.erase(HOST_NAME, find_namespace(content, order.namespace) or b"", order.origin)
         done.append(_done(HOST_NAME, removal, None, as_json=order.as_json))
-    report = _report(order, Selection([], []), [], content.notes)
+    report = _report(order, Selection([], []), [], content)
     if DISK in tiers:
         report = _evict_tier(storage, content, replace(order, is_confirmed=True))
     return msgspec.structs.replace(report, tiers=[*done, *report.tiers])
 
 
-def _report(
-    order: _Order, selection: Selection, tiers: list[TierRemoval], notes: list[str], unread: int = 0
-) -> EvictReport:
+def _report(order: _Order, selection: Selection, tiers: list[TierRemoval], content: Content) -> EvictReport:
     return EvictReport(
         uri=None if order.uri is None else redact(order.uri),
         server=order.server,
@@ -355,10 +399,12 @@ def _report(
         selected_bytes=selection.size_bytes,
         pinned=len(selection.pinned),
         pinned_bytes=selection.pinned_bytes,
-        unread=unread,
+        unread=content.unread,
+        unjudged=content.unjudged,
+        is_none_left=None,
         namespaces=selection.by_namespace(),
         tiers=tiers,
-        notes=notes,
+        notes=content.notes,
     )
 
 

@@ -97,6 +97,7 @@ class ObjectStorage(Storage):
             if number % STRIDE == STRIDE - 1:
                 progress(number + 1, None)
         uses = self._uses(content)
+        content.has_uses = bool(uses.by_key)  # servers log uses where one of them keeps a limit
         content.blobs = [
             StoredBlob(
                 name,

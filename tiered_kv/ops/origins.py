@@ -56,7 +56,9 @@ def read_origins(storage: Reader, content: Content, namespace: bytes | None, pro
         content.blobs = [_filled_in(blob, told.get(blob)) for blob in content.blobs if _is_there(told.get(blob))]
     if text := note_on_foreign(content, namespace):
         content.notes.append(text)
-    problems["damaged"] += sum(stray.kind == "damaged" for stray in content.strays)
+    problems["damaged"] += content.count_strays("damaged", namespace=namespace)
+    content.unjudged = problems["another version"] + problems["damaged"]
+    content.unjudged += content.count_strays("foreign", namespace=namespace)
     if count := problems["another version"]:
         content.notes.append(
             f"{count} chunks of another format version or namespace do not tell whose they are nor who stored them, "

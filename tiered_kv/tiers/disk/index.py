@@ -437,8 +437,6 @@ def read_index(root: Path) -> dict[Shard, PackedShard]:
         TierUnavailable: It cannot be read, now or ever: it is damaged, or locked.
     """
     database = root / INDEX_DIRECTORY / diskcache.core.DBNAME
-    if not os.path.lexists(database):
-        return {}
     try:
         _require_regular(database)
         if not _has_content(database.with_name(f"{database.name}-wal")):
@@ -446,6 +444,8 @@ def read_index(root: Path) -> dict[Shard, PackedShard]:
             with contextlib.suppress(sqlite3.Error, IndexDamaged):  # somebody began to: read it in the usual way
                 return _read_shards_of(f"{database.as_uri()}?mode=ro&immutable=1")
         return _read_shards_of(f"{database.as_uri()}?mode=ro")
+    except FileNotFoundError:  # and nothing else: what is there and cannot be looked at may be a whole index
+        return {}
     except (sqlite3.Error, IndexDamaged, TypeError, OSError) as exc:
         raise TierUnavailable(f"cannot read the disk index. path={database.parent} cause={exc!r}") from exc
 
