@@ -217,6 +217,18 @@ def test_what_a_crash_cut_off_is_no_proof_until_it_is_collected(tmp_path: Path) 
     assert evict(made, "--tag", TAG, "--expect-none", "--yes")["is_none_left"] is True
 
 
+@pytest.mark.parametrize("kind", ["directory", "prefix of a bucket"])
+def test_a_place_where_nothing_lies_is_no_proof(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
+    """As behind a slip in its name."""
+    made = directory_tier(tmp_path / "kv") if kind == "directory" else s3_tier(request.getfixturevalue("s3"))
+    asked = "evict", made.uri, *made.sets(), "--tag", TAG, "--expect-none", "--dry-run"
+    assert "nothing at all in" in complaint(*asked)
+    with made.open() as storage:
+        names = ONE.store(storage, THEIRS)
+        storage.discard(names)
+    assert run(*asked).exit_code == 0
+
+
 @pytest.mark.parametrize("other", ["--all", "--stored-by=vllm<1", "--bytes=1GiB"])
 def test_a_proof_is_of_a_tag(tier: Tier, other: str) -> None:
     assert "--expect-none goes with --tag" in complaint(

@@ -220,6 +220,12 @@ def _carry_out(order: _Order, more: list[str] | None) -> EvictReport:
 
 def _look_for_origin(storage: Storage, content: Content, order: _Order) -> None:
     """Read all tags and storers, and note what an erasure may miss."""
+    is_nothing_there = not (content.blobs or content.records or content.strays or content.own_bytes)
+    if order.is_none_expected and is_nothing_there:
+        raise ConfigError(
+            f"option --expect-none: there is nothing at all in {storage.uri}, no file of a cache either, which proves "
+            "nothing: name the place where the cache is"
+        )
     look_for_origins(storage, content, find_namespace(content, order.namespace), order.stored_by)
     unfinished, is_served, text = sum(stray.kind == "temp" for stray in content.strays), storage.is_served(), None
     if is_served and order.server is None:
