@@ -288,6 +288,18 @@ def test_a_server_proves_that_nothing_is_left_in_its_memory_and_on_its_disk(engi
     assert evict(server, *proof, "--yes", code=4)["is_none_left"] is False, "a request that ran on"
 
 
+@pytest.mark.parametrize("behind", [6, 3])
+def test_a_tail_in_memory_goes_and_is_found_by_a_proof(engine: SmallEngine, root: Path, behind: int) -> None:
+    """No file and no listing has it before memory lets go of it."""
+    engine.store_tail(behind, 16)
+    wait_for(lambda: figures(root)["hierarchy"]["host_tails"] == 1, "the tail")
+    server = Tier(f"--server={socket_of(root)}")
+    first = evict(server, "--tag", TAG, "--expect-none", "--yes", code=4)
+    assert [(t["tier"], t["removed"]) for t in first["tiers"]] == [("host", 7), ("disk", 6)]
+    assert figures(root)["hierarchy"]["host_tails"] == 0
+    assert evict(server, "--tag", TAG, "--expect-none", "--yes")["is_none_left"] is True
+
+
 def test_a_dry_run_says_that_it_does_not_look_into_memory(engine: SmallEngine, root: Path) -> None:
     for what in (("--tag", TAG), ("--all",)):
         done = report("evict", "--server", socket_of(root), "--tier", "host", *what, "--dry-run")
