@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,13 +16,23 @@ import pytest
 from tests.kit.server.clients import CHUNK, SmallEngine, payload_bytes, settings
 from tests.kit.server.object_nodes import CHUNK as NODE_CHUNK
 from tests.kit.server.object_nodes import Place, load, node, s3_place, store, wait_loaded, wait_uploaded
-from tests.kit.server.probe import figures, is_serving, wait_ended, wait_for, wait_written
+from tests.kit.server.probe import (
+    figures,
+    is_serving,
+    server_pid,
+    socket_of,
+    wait_ended,
+    wait_for,
+    wait_written,
+)
 from tests.kit.storage.stored_prompts import CHUNK as STOCK_CHUNK
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import run
 from tiered_kv.cli.stat import StatReport
+from tiered_kv.errors import TierUnavailable
 from tiered_kv.metrics.figures import ServerFigures, sum_operations
 from tiered_kv.ops.open import open_storage
+from tiered_kv.ops.server_link import ServerLink
 
 
 def report(*arguments: object) -> StatReport:
@@ -35,6 +46,19 @@ def served(*arguments: object) -> ServerFigures:
     found = report(*arguments).server
     assert found is not None
     return found
+
+
+def test_a_server_that_stands_still_is_not_said_to_be_gone(engine: SmallEngine, root: Path) -> None:
+    del engine
+    pid, address = server_pid(root), socket_of(root)
+    with ServerLink.of_socket(address, timeout_s=0.5) as link:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for ask in (link.stat, lambda: ServerLink.of_socket(address, timeout_s=0.5)):
+                with pytest.raises(TierUnavailable, match=r"does not answer: it hangs, was stopped, .*waited_s=0\.5"):
+                    ask()
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def hits(found: ServerFigures) -> dict[str, int]:

@@ -13,7 +13,7 @@ from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
 from tiered_kv.metrics.figures import ServerFigures
 from tiered_kv.ops.storage import Origin, RemovalTotals
 from tiered_kv.server import protocol as m
-from tiered_kv.server.connect import SCHEME, connect, read_message, refusal_error, shake_hands
+from tiered_kv.server.connect import SCHEME, SILENT, connect, read_message, refusal_error, shake_hands
 from tiered_kv.server.directory import read_info
 from tiered_kv.version import __version__
 
@@ -135,6 +135,8 @@ class ServerLink:
             self._sock.sendall(m.frame(question))
             answer = read_message(self._sock)
             self._sock.settimeout(before_s)
+        except TimeoutError as exc:
+            raise TierUnavailable(f"{SILENT}. waited_s={self._sock.gettimeout() or 0:g}") from exc
         except OSError as exc:
             raise TierUnavailable(f"the server went away while it was asked: {exc}") from exc
         if isinstance(answer, m.Refused):

@@ -34,6 +34,7 @@ HELLO_RETRY_S = 0.05
 THREAD_RETRY_S = 10.0
 """Between two tries to start a thread that the machine refused."""
 
+SILENT: Final = "the cache server does not answer: it hangs, was stopped, or has too much to do"
 OUTPUT_SHOWN = 1000
 SHOWN_MAX: Final = 2000
 """Characters of what a server says that an error or a log line repeats."""
@@ -219,6 +220,8 @@ def shake_hands(sock: socket.socket, hello: m.Hello, timeout_s: float) -> m.Welc
         with contextlib.suppress(BrokenPipeError):  # it refused before it heard us: the reason waits to be read
             sock.sendall(m.frame(hello))
         welcome = read_message(sock)
+    except TimeoutError as exc:
+        raise TierUnavailable(f"{SILENT}. waited_s={timeout_s:g}") from exc
     except OSError as exc:
         raise TierUnavailable(f"the cache server went away while shaking hands: {exc}") from exc
     if isinstance(welcome, m.Refused):
