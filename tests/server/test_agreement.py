@@ -16,9 +16,9 @@ from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
 from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.server.compose import bind
 from tiered_kv.server.connect import connect, find_server, read_message, say_hello, shake_hands
 from tiered_kv.server.directory import read_info
+from tiered_kv.server.listening import bind
 from tiered_kv.server.members import check_same_engine
 from tiered_kv.server.sessions import Group, GroupWorker
 

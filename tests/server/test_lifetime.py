@@ -22,10 +22,10 @@ from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, TieredKVError, TierUnavailable
 from tiered_kv.server import compose, server
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.server.compose import bind
 from tiered_kv.server.connect import connect, find_server
 from tiered_kv.server.directory import read_info, socket_path
 from tiered_kv.server.http import ask_figures
+from tiered_kv.server.listening import bind
 from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.tiers.disk.lock import DirectoryLock
 from tiered_kv.tiers.disk.marker import claim

@@ -4,10 +4,8 @@ import contextlib
 import errno
 import logging
 import os
-import socket
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.machine import memory_limit_bytes
 from tiered_kv.metrics.recorder import Recorder
-from tiered_kv.server.connect import is_answering
 from tiered_kv.server.directory import (
     DirectoryWatch,
     ServerInfo,
@@ -32,6 +29,7 @@ from tiered_kv.server.directory import (
     socket_path,
 )
 from tiered_kv.server.epochs import EpochFile, Epochs
+from tiered_kv.server.listening import Listening
 from tiered_kv.server.pins import Pinning
 from tiered_kv.server.protocol import PROTOCOL
 from tiered_kv.server.server import Server
@@ -47,8 +45,6 @@ logger = logging.getLogger("tiered_kv.server")
 
 FIRST_TURNS = 3
 """Turns of a shared tier's keeper that may pass before the first write finds room."""
-
-BACKLOG = 64
 
 PUBLISH_TRIES = 3
 PUBLISH_ROOM_BYTES = 64 << 10
@@ -169,19 +165,29 @@ def serve(
         refuse_foreign_info(root)
         engine, store = build_engine(config, recorder)
         at_end.callback(engine.close)
-        path = listen_at or socket_path(root)
-        with _listening(path) as listener:
+        submit, monotonic = partial(_in_background, engine), engine.clock.monotonic
+        with Listening(lambda: listen_at or socket_path(root), submit, monotonic) as listening:
             sessions = Sessions(engine, _epochs(engine, store, root), _pinning(engine, store, config))
-            server = Server(engine, sessions, listener, config, recorder, root=root)
+            server = Server(engine, sessions, listening.socket, config, recorder, root=root)
             if on_server is not None:
                 on_server(server)
-            info = ServerInfo(str(path), os.getpid(), __version__, PROTOCOL, server.server_id, config.digest())
+            info = ServerInfo(
+                str(listening.path), os.getpid(), __version__, PROTOCOL, server.server_id, config.digest()
+            )
             watch = _publish(engine, root, info)
             at_end.callback(_leave, root, watch)  # still under the directory's lock: nobody else's files
             if config.peer_listen is not None:
-                at_end.callback(_open_door(config, path))
+                at_end.callback(_open_door(config, listening.path))
             on_ready(info)
-            server.run(until_idle=until_idle, is_found=watch.is_found)
+
+            def is_found() -> bool:
+                if not watch.is_found():
+                    return False
+                if (listener := listening.anew()) is not None:
+                    server.listen_to(listener)
+                return True
+
+            server.run(until_idle=until_idle, is_found=is_found)
             sessions.pinning.flush()
             if not watch.is_found():
                 raise TierUnavailable(f"the directory of this server was removed or taken over. path={root}")
@@ -247,55 +253,6 @@ def _in_background(engine: Engine, task: Callable[[], None]) -> None:
         engine.executor.notify()
 
     engine.executor.submit(Pool.UPKEEP, 0, run)
-
-
-@contextmanager
-def _listening(path: Path) -> Iterator[socket.socket]:
-    listener = bind(path)
-    ours = path.lstat()
-    try:
-        yield listener
-    finally:
-        listener.close()
-        with contextlib.suppress(FileNotFoundError):
-            # Whose directory was removed may have a successor, with a socket of its own in this place.
-            if os.path.samestat(path.lstat(), ours):
-                path.unlink()
-
-
-def bind(path: Path) -> socket.socket:
-    """A listening socket, mode 0600. The caller holds the directory's lock, so an old socket of it is stale.
-
-    Raises:
-        ConfigError: The place is taken by another server or by something else, or cannot be used.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        _clear(path)
-        listener.bind(str(path))
-        path.chmod(0o600)  # before listen: nobody can have connected yet. A umask would be the whole process's
-        listener.listen(BACKLOG)
-    except OSError as exc:
-        listener.close()
-        raise ConfigError(f"cannot make the socket. path={path}: {exc}") from exc
-    except ConfigError:
-        listener.close()
-        raise
-    return listener
-
-
-def _clear(path: Path) -> None:
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"the socket's place is taken by something that is not a socket. path={path}")
-    except FileNotFoundError:
-        return
-    if is_answering(str(path)):
-        raise ConfigError(
-            f"another server listens there, of another directory: name another --socket, or set XDG_RUNTIME_DIR, where "
-            f"containers share that and have different directories at one path. path={path}"
-        )
-    path.unlink(missing_ok=True)
 
 
 def _check_host_bytes(config: Config) -> None:

@@ -1,0 +1,138 @@
+"""The socket where clients find a server: made once, and again where somebody removes its file.
+
+Owns the file; who connects is the server's matter (``server.py``). Called by ``compose.py``.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.server.connect import is_answering
+from tiered_kv.server.directory import LOOK_INTERVAL_S
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 64
+
+
+class Listening:
+    """The socket where clients find a server; made anew where its file is gone.
+
+    Cleaners of /tmp take it, and so does the end of a user's last login, with all of XDG_RUNTIME_DIR. A server that
+    nobody finds would go on, and keep every other one out of its directory.
+
+    Attributes:
+        path: Where it is.
+        socket: The first one. The end of the context closes the last one and removes its file.
+
+    Threads: one owner; the file is looked at in the background, one look at a time, as ``server.json`` is.
+    """
+
+    def __init__(
+        self, place: Callable[[], Path], in_background: Callable[[Callable[[], None]], None],
+        monotonic: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """Listen at ``place``, which makes the directory for it, too.
+
+        Raises:
+            ConfigError: That cannot be.
+        """
+        self._place = place
+        self._in_background = in_background
+        self._monotonic = monotonic
+        self.path = place()
+        self.socket = self._latest = bind(self.path)
+        self._file = self.path.lstat()
+        self._fresh: deque[socket.socket] = deque()
+        self._is_looking = False
+        self._is_closed = False
+        self._lock = threading.Lock()  # of the last four: the end may come while a look makes another socket
+        self._is_missed = False
+        self._due_s = monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._latest.close()
+            with contextlib.suppress(FileNotFoundError):
+                # Whose directory was removed may have a successor, with a socket of its own in this place.
+                if os.path.samestat(self.path.lstat(), self._file):
+                    self.path.unlink()
+
+    def anew(self) -> socket.socket | None:
+        """The socket to listen at from now on, where there is a new one; the one before is the caller's to close."""
+        if not self._is_looking and self._monotonic() >= self._due_s:
+            self._is_looking = True
+            self._in_background(self._look)
+        return self._fresh.popleft() if self._fresh else None
+
+    def _look(self) -> None:
+        with self._lock:
+            if not self._is_closed and not os.path.lexists(self.path):
+                self._listen_anew()
+        self._due_s = self._monotonic() + LOOK_INTERVAL_S
+        self._is_looking = False
+
+    def _listen_anew(self) -> None:
+        try:
+            if self._place() != self.path:
+                raise ConfigError(f"its directory is gone; set XDG_RUNTIME_DIR to one that stays. path={self.path}")
+            listener = bind(self.path)
+        except ConfigError as exc:
+            if not self._is_missed:
+                self._is_missed = True
+                logger.error(
+                    "the socket of this server was removed and cannot be made anew: who is connected is served on, and "
+                    "nobody else can join until it can. cause=%s", exc,
+                )  # fmt: skip
+            return
+        logger.warning("the socket of this server was removed, and was made anew. path=%s", self.path)
+        self._file, self._is_missed = self.path.lstat(), False
+        self._latest = listener
+        self._fresh.append(listener)
+
+
+def bind(path: Path) -> socket.socket:
+    """A listening socket, mode 0600. The caller holds the directory's lock, so an old socket of it is stale.
+
+    Raises:
+        ConfigError: The place is taken by another server or by something else, or cannot be used.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        _clear(path)
+        listener.bind(str(path))
+        path.chmod(0o600)  # before listen: nobody can have connected yet. A umask would be the whole process's
+        listener.listen(BACKLOG)
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(f"cannot make the socket. path={path}: {exc}") from exc
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+def _clear(path: Path) -> None:
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"the socket's place is taken by something that is not a socket. path={path}")
+    except FileNotFoundError:
+        return
+    if is_answering(str(path)):
+        raise ConfigError(
+            f"another server listens there, of another directory: name another --socket, or set XDG_RUNTIME_DIR, where "
+            f"containers share that and have different directories at one path. path={path}"
+        )
+    path.unlink(missing_ok=True)
