@@ -30,6 +30,10 @@ SOCKET_PATH_MAX = 100
 
 INFO_BYTES_MAX = 64 << 10
 LOOK_INTERVAL_S = 1.0
+YOUNG_S = 6 * 3600.0
+"""How often files that a server needs are given a new date: cleaners of /tmp take what nobody used for days."""
+
+_KEPT_YOUNG = ("server.json", "server.lock", "tiered_kv.json", "epochs.json")
 _NOT_OURS = "server.json in the cache directory is not what a cache server writes, so it stays: move it away"
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Of what the process or the machine lacks to look at a file."""
@@ -233,6 +237,17 @@ def release_stale_arena_locks(root: Path, own_id: str) -> int:
     return held
 
 
+def keep_young(root: Path) -> None:
+    """Give a new date to the files of a server that runs; most are written once and then only held open.
+
+    Without a disk tier they often lie in /tmp: a server whose description is taken ends, one whose epochs are taken
+    forgets resets, and without a lock an arena that is still mapped is taken for free.
+    """
+    for path in (*(root / name for name in _KEPT_YOUNG), *root.glob("arena-*.lock")):
+        with contextlib.suppress(OSError):  # it is not there, or nobody's to change
+            os.utime(path, follow_symlinks=False)
+
+
 def _lock_path(root: Path, server_id: str) -> Path:
     return root / f"arena-{server_id}.lock"
 
@@ -256,7 +271,7 @@ class DirectoryWatch:
         self._file = self._identity()
         self._seen = self._file
         self._is_looking = False
-        self._due_s = monotonic()
+        self._due_s = self._young_due_s = monotonic()
         self._is_lost = False
 
     def is_found(self) -> bool:
@@ -275,6 +290,9 @@ class DirectoryWatch:
     def look(self) -> None:
         """Look at the file; blocks for as long as the file system does."""
         self._seen = self._identity()
+        if self._seen == self._file and self._monotonic() >= self._young_due_s:
+            keep_young(self._path.parent)
+            self._young_due_s = self._monotonic() + YOUNG_S
         self._due_s = self._monotonic() + LOOK_INTERVAL_S
         self._is_looking = False
 
