@@ -12,6 +12,7 @@ import pytest
 
 from tests.kit.server.clients import SmallEngine, poll_until, settings
 from tests.kit.server.probe import wait_ended
+from tests.kit.server.processes import start_serve
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import directory_tier
 from tiered_kv import __version__
@@ -52,7 +53,7 @@ def test_every_setting_is_listed_with_default_and_help(cli: Command) -> None:
         assert setting.name in table and setting.help[:30] in table
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_serve_says_when_it_serves_and_drains_on_a_signal(serve: Serve, root: Path, number: int) -> None:
     process, line = serve(f"file://{root}", *LIMITS)
     assert line.startswith(f"serving file://{root} pid={process.pid} socket=unix:///")
@@ -67,6 +68,20 @@ def test_serve_says_when_it_serves_and_drains_on_a_signal(serve: Serve, root: Pa
     assert two.hits(30) == 30
     two.close()
     wait_ended(root)
+
+
+def test_serve_goes_on_behind_nohup_when_its_terminal_is_gone(root: Path) -> None:
+    process, line = start_serve(f"file://{root}", *LIMITS, before=("nohup",))
+    try:
+        assert line.startswith("serving ")
+        process.send_signal(signal.SIGHUP)
+        one = SmallEngine.start(settings(root))
+        one.store(3)
+        one.wait_hits(3)
+        one.close()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert ended(process)[0] == 0
 
 
 def test_serve_writes_what_was_committed_before_the_signal(serve: Serve, root: Path) -> None:

@@ -31,7 +31,7 @@ VERBS: Final = {
     "unpin": "End a pin: the chunk and the prefix before it may be evicted again.",
     "warm": "Fill a tier from another one: the most recently used prefixes first, as much as fits.",
     "cp": "Copy chunks from one tier to another: all, a namespace, or the prefix up to one key.",
-    "serve": "Serve a directory until SIGTERM or SIGINT; then write what is held and end.",
+    "serve": "Serve a directory until SIGTERM, SIGINT or SIGHUP; then write what is held and end.",
     "config": "List the settings of vLLM's kv_connector_extra_config and of the server, with defaults.",
 }
 """Every verb and the first line of its help, in the order of ``--help``. Verb ``x`` lives in ``tiered_kv.cli.x``."""

@@ -54,7 +54,7 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
-    """Serve a directory until SIGTERM or SIGINT; then write what is held and end.
+    """Serve a directory until SIGTERM, SIGINT or SIGHUP; then write what is held and end.
 
     Engines of the same user find the server by its directory, or by "server": "unix:///path/of/socket". Once it can be
     reached it prints one line: "serving URI pid=... socket=...", with --metrics-port also "metrics=http://...". Logs go

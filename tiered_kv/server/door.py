@@ -109,7 +109,8 @@ def _say(text: str) -> None:
 def _main() -> int:
     # Also where it was stopped: while it lives it keeps the memory of a server that is dead, and the next one waits.
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C in a terminal is for the server, which ends its door
+    for number in (signal.SIGINT, signal.SIGHUP):  # from a terminal they are for the server, which ends its door
+        signal.signal(number, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=DoorSettings)
     memory = _memory(settings)
     try:

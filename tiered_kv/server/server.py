@@ -126,8 +126,7 @@ class Server:
 
     def run(self, *, until_idle: bool, is_found: Callable[[], bool] = lambda: True) -> None:
         """Serve until told to stop, not found any more or, with ``until_idle``, left by all; then drain and close."""
-        self._listener.setblocking(False)
-        self._register(self._listener.fileno(), selectors.EVENT_READ, self._accept)
+        self._begin_to_listen()
         self._register(self._engine.executor.fileno(), selectors.EVENT_READ, lambda _mask: None)
         self._idle_since_s = self._clock.monotonic()
         try:
@@ -153,6 +152,19 @@ class Server:
         """End the loop after the current turn; the drain follows."""
         self._is_stopping = True
 
+    def listen_to(self, listener: socket.socket) -> None:
+        """Accept from another socket than before; between two turns of the loop."""
+        if self._accept_again_s is None:
+            self._selector.unregister(self._listener.fileno())
+        self._accept_again_s = None
+        self._listener.close()
+        self._listener = listener
+        self._begin_to_listen()
+
+    def _begin_to_listen(self) -> None:
+        self._listener.setblocking(False)
+        self._register(self._listener.fileno(), selectors.EVENT_READ, self._accept)
+
     def forget_after_fork(self) -> None:
         """In a child of a process with a server in it: listen to nobody, or clients would wait for its answer."""
         self._listener.close()
@@ -161,9 +173,11 @@ class Server:
             connection.sock.close()
 
     def install_signal_handlers(self) -> None:
-        """SIGTERM and SIGINT drain and end the server."""
+        """SIGTERM and SIGINT drain and end the server, and so does the end of its terminal, unless under nohup."""
         signal.signal(signal.SIGTERM, self.stop)
         signal.signal(signal.SIGINT, self.stop)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            signal.signal(signal.SIGHUP, self.stop)
 
     def _turn(self, timeout_s: float) -> None:
         wait_s = self._engine.wait_s

@@ -105,7 +105,8 @@ def _open(settings: Settings) -> Any:
 
 
 def _main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C in a terminal is for the server, which ends this
+    for number in (signal.SIGINT, signal.SIGHUP):  # from a terminal they are for the server, which ends this
+        signal.signal(number, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     try:
         store = _open(settings)
