@@ -3,13 +3,14 @@
 import errno
 import mmap
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from tiered_kv.chunks import arena as arena_module
-from tiered_kv.chunks.arena import CLEAR_STEP_BYTES, POPULATE_STEP_BYTES, Arena, create_slabs
-from tiered_kv.errors import CapacityExceeded
+from tiered_kv.chunks.arena import CLEAR_STEP_BYTES, POPULATE_STEP_BYTES, SLAB_BYTES, Arena, create_slabs
+from tiered_kv.errors import CapacityExceeded, ConfigError
 
 PAGE = mmap.PAGESIZE
 SIZE = 2 * POPULATE_STEP_BYTES + 3 * PAGE
@@ -26,6 +27,23 @@ def mapped_bytes(arena: Arena) -> int:
         elif is_ours and words[0] == "Rss:":
             total_kib += int(words[1])
     return total_kib << 10
+
+
+@pytest.mark.parametrize(
+    ("limit", "room", "named"),
+    [(resource.RLIMIT_FSIZE, SLAB_BYTES - 1, "ulimit -f"), (resource.RLIMIT_NOFILE, 8, "-n")],
+)
+def test_a_limit_that_does_not_allow_slabs_is_named(limit: int, room: int, named: str) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    before = resource.getrlimit(limit)
+    wanted = room + descriptors if limit == resource.RLIMIT_NOFILE else room
+    try:
+        resource.setrlimit(limit, (wanted, before[1]))
+        with pytest.raises(ConfigError, match=rf"cannot make the host arena; raise the limit of .*{named}"):
+            Arena(create_slabs(6))
+    finally:
+        resource.setrlimit(limit, before)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_memory_that_is_given_is_mapped_here_at_once() -> None:

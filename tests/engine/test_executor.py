@@ -1,14 +1,19 @@
 """Threads that run tasks: both pools, priorities, notifications, and the end."""
 
 import os
+import resource
 import select
 import threading
+from pathlib import Path
 
 import pytest
 
 from tests.kit.fake_clock import FakeClock
 from tests.kit.step_executor import StepExecutor
 from tiered_kv.engine.executor import Pool, ThreadExecutor
+from tiered_kv.errors import TierUnavailable
+
+STACK_BYTES = 256 << 20
 
 
 @pytest.fixture
@@ -16,6 +21,24 @@ def executor():
     executor = ThreadExecutor(dict.fromkeys(Pool, 1))
     yield executor
     executor.close()
+
+
+def test_a_machine_that_refuses_a_thread_is_told_of_and_none_is_left():
+    """Its address space holds a few of their stacks: as good as a limit of processes, which does not bind root."""
+    before = {thread.ident for thread in threading.enumerate()}
+    descriptors = len(os.listdir("/proc/self/fd"))
+    limits, stack = resource.getrlimit(resource.RLIMIT_AS), threading.stack_size(STACK_BYTES)
+    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (size_bytes + 4 * STACK_BYTES, limits[1]))
+        with pytest.raises(TierUnavailable, match=r"raise the limit of .*threads.* started=\d wanted=16") as caught:
+            ThreadExecutor()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        threading.stack_size(stack)
+    assert "started=0" not in str(caught.value)
+    assert {thread.ident for thread in threading.enumerate()} == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def wait(executor):

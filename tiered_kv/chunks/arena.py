@@ -28,6 +28,13 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14; older kernels refuse, an
 _LEFT_MAPPED: list[mmap.mmap] = []
 """Slabs that :meth:`Arena.close` had to leave: the GPU's driver still writes to their addresses' old pages."""
 
+_LIMITS = {
+    errno.EFBIG: "a file's size (ulimit -f), which holds for memory of this kind, too, to 1 GiB or more",
+    errno.EMFILE: "open files (ulimit -n), of which each slab takes two",
+    errno.ENOMEM: "the address space (ulimit -v)",
+}
+"""What a process lacks for its slabs, by the error that it meets."""
+
 POPULATE_STEP_BYTES = 16 << 20
 """Mapped at once by :meth:`Arena.populate_some`: some milliseconds."""
 
@@ -38,14 +45,30 @@ its core in the middle keeps all of them waiting until it is back."""
 
 
 def create_slabs(count: int) -> list[int]:
-    """Make ``count`` empty slabs, sealed against resizing; returns their file descriptors."""
-    slabs = []
-    for index in range(count):
-        fd = os.memfd_create(f"tiered_kv-slab-{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, SLAB_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        slabs.append(fd)
+    """Make ``count`` empty slabs, sealed against resizing; returns their file descriptors.
+
+    Raises:
+        ConfigError: A limit of this process does not allow them; none is left then.
+    """
+    slabs: list[int] = []
+    try:
+        for index in range(count):
+            slabs.append(os.memfd_create(f"tiered_kv-slab-{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            os.ftruncate(slabs[-1], SLAB_BYTES)
+            fcntl.fcntl(slabs[-1], fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as exc:
+        while slabs:
+            os.close(slabs.pop())
+        if exc.errno not in _LIMITS:
+            raise
+        raise _limited(exc, count) from exc
     return slabs
+
+
+def _limited(exc: OSError, slab_count: int) -> ConfigError:
+    limit = _LIMITS.get(exc.errno or 0)
+    advice = f"; raise the limit of {limit}" if limit else ""
+    return ConfigError(f"cannot make the host arena{advice}. slabs={slab_count}: {exc}")
 
 
 class Arena:
@@ -59,7 +82,7 @@ class Arena:
         """Map slabs, which are this object's from now on.
 
         Raises:
-            ConfigError: One is not a slab, or the address space is too small.
+            ConfigError: One is not a slab, or a limit of this process does not allow it.
         """
         self.slab_fds = list(slab_fds)
         self._maps: list[mmap.mmap] = []
@@ -72,9 +95,7 @@ class Arena:
             raise
         except OSError as exc:
             self.close()
-            raise ConfigError(
-                f"cannot map the host arena; raise the address space limit (ulimit -v). slabs={len(slab_fds)}: {exc}"
-            ) from exc
+            raise _limited(exc, len(slab_fds)) from exc
         self._views = [memoryview(slab) for slab in self._maps]
         self._populated = [0] * len(self._maps)
         self._punching = threading.Lock()

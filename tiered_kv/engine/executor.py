@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Final, Protocol
 
+from tiered_kv.errors import TierUnavailable
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +63,11 @@ class ThreadExecutor:
     """Real threads. Their number bounds the I/O in flight; their queues are bounded by the arena's slots."""
 
     def __init__(self, threads: Mapping[Pool, int] | None = None) -> None:
-        """Start the threads; pools that are not named have none and take no tasks. None: ``LOCAL_THREADS``."""
+        """Start the threads; pools that are not named have none and take no tasks. None: ``LOCAL_THREADS``.
+
+        Raises:
+            TierUnavailable: The machine refuses one of them; none is left then.
+        """
         counts = LOCAL_THREADS if threads is None else threads
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_notified = False
@@ -76,8 +82,16 @@ class ThreadExecutor:
             for pool, count in counts.items()
             for n in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as exc:
+            wanted, self._threads = self._threads, [thread for thread in self._threads if thread.ident is not None]
+            self.close()
+            raise TierUnavailable(
+                f"{exc}: raise the limit of processes and threads (ulimit -u, TasksMax, a container's pids limit). "
+                f"started={len(self._threads)} wanted={len(wanted)}"
+            ) from exc
 
     def submit(self, pool: Pool, priority: int, task: Callable[[], None]) -> None:
         self._queues[pool].put((priority, next(self._order), task))

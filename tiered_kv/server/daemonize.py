@@ -51,7 +51,7 @@ def use_whole_machine() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Two descriptors per client and one per slab: more than the usual soft limit of 1024 allows."""
+    """Two descriptors per client and two per slab: more than the usual soft limit of 1024 allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
