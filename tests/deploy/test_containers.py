@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -191,6 +192,21 @@ def test_without_privileges_and_without_a_name_for_the_user(root: Path) -> None:
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen == {"uid": 1000, "capabilities": 0, "hits": CHUNKS_PER_PROMPT, "hits_after_restart": CHUNKS_PER_PROMPT}
+
+
+def test_doctor_for_a_user_without_name_and_home() -> None:
+    if not allowed(*NOT_ROOT):
+        pytest.skip("this machine gives out no user namespaces")
+    nobody = ("unshare", "--user", "--map-user=54321", "--map-group=54321", "env", "-u", "HOME")
+    more = module_environment(AWS_EC2_METADATA_DISABLED="true")
+    words = ("doctor", "s3://bucket/kv?endpoint_url=http://127.0.0.1:9", "--json")
+    done = subprocess.run(
+        [*nobody, sys.executable, "-m", "tiered_kv.cli", *words],
+        capture_output=True, text=True, env=more, timeout=120, check=False,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found["credentials"]["status"] == "ok"
 
 
 @pytest.fixture
