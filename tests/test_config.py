@@ -350,6 +350,13 @@ def test_a_bucket_without_any_limit_is_warned_of() -> None:
     assert bucket(storage_bytes="1GiB").warnings() == bucket(storage_ttl="7d").warnings() == config().warnings() == []
 
 
+def test_a_pool_without_a_disk_is_warned_of_because_it_may_outlive_what_remembers_resets() -> None:
+    pool = {"storage_uri": "mooncake://master:50051/kv"}
+    [warning] = Config.from_mapping(pool).warnings()
+    assert "KV from before a reset is found again; set disk_path" in warning
+    assert Config.from_mapping(pool | {"disk_path": "/var/cache/tiered_kv"}).warnings() == []
+
+
 def test_the_servers_directory_is_the_disks_or_one_for_the_uri(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert config().server_directory() == Path("/var/cache/tiered_kv")

@@ -524,6 +524,11 @@ class Config:
                 f"storage_ttl is {self.storage_ttl:g} s, and what nobody used for so long is deleted from {location}: "
                 "a number without a unit is seconds, 7 days are 7d; uses are written once a minute"
             )
+        if location.kind == "pool" and self.disk_root() is None:
+            said.append(
+                f"resets are remembered in XDG_STATE_HOME or /tmp, by the host's name, which {location} may outlive: "
+                "then KV from before a reset is found again; set disk_path"
+            )
         return said
 
     def resolved_host_bytes(self) -> int:
