@@ -37,9 +37,11 @@ class Listening:
     """
 
     def __init__(
-        self, place: Callable[[], Path], in_background: Callable[[Callable[[], None]], None],
+        self,
+        place: Callable[[], Path],
+        in_background: Callable[[Callable[[], None]], None],
         monotonic: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Listen at ``place``, which makes the directory for it, too.
 
         Raises:
@@ -94,8 +96,9 @@ class Listening:
                 self._is_missed = True
                 logger.error(
                     "the socket of this server was removed and cannot be made anew: who is connected is served on, and "
-                    "nobody else can join until it can. cause=%s", exc,
-                )  # fmt: skip
+                    "nobody else can join until it can. cause=%s",
+                    exc,
+                )
             return
         logger.warning("the socket of this server was removed, and was made anew. path=%s", self.path)
         self._file, self._is_missed = self.path.lstat(), False
