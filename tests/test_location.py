@@ -69,6 +69,8 @@ def test_a_uri_names_a_place(uri, kind, scheme, path):
         ("s3://b?endpoint_url=http://host:1/%3Fa%3Dhidden", "expected http://host:port or https://host, alone"),
         ("gs://b?endpoint_url=http://host:1 hidden", "expected http://host:port or https://host, alone"),
         ("s3://b?addressing_style=hidden", "option addressing_style of storage_uri: expected auto, path or virtual"),
+        ("s3://b?key=&secret=", "option key of storage_uri: it is empty; give it a value, or leave it out"),
+        ("s3://b?region=", "option region of storage_uri: it is empty"),
         ("s3://b?anon=perhaps", "option anon of storage_uri: expected true or false"),
         ("memory://x?region=a", "unknown option 'region'; known options: none"),
         ("mooncake://master/name", "expected mooncake://HOST:PORT/name"),

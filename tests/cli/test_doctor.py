@@ -593,6 +593,7 @@ AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_P
         ({}, {"AWS_PROFILE": "work"}, "ok", "AWS_PROFILE names"),
         ({}, {"AWS_WEB_IDENTITY_TOKEN_FILE": "/hidden"}, "ok", "web identity"),
         ({}, {"AWS_SHARED_CREDENTIALS_FILE": __file__}, "ok", "configuration files"),
+        ({}, {"AWS_SHARED_CREDENTIALS_FILE": "", "AWS_CONFIG_FILE": ""}, "ok", "role of the container or instance"),
         ({}, {}, "ok", "role of the container or instance"),
     ],
 )
@@ -618,7 +619,9 @@ def test_where_credentials_come_from_is_said_in_words(
         ("https://minio.example.org", "ok", "https"),
         ("http://127.0.0.1:9000", "ok", "on this machine"),
         ("http://localhost:9000", "ok", "on this machine"),
-        ("http://user:hidden@minio.example.org:9000", "warning", "nothing is encrypted"),
+        ("http://minio.example.org:9000", "warning", "nothing is encrypted"),
+        ("http://user:hidden@minio.example.org:9000", "error", "no address that clients can use"),
+        ("https://minio.example.org?signature=hidden", "error", "no address that clients can use"),
     ],
 )
 def test_plain_http_to_another_machine_is_a_warning(
@@ -627,8 +630,8 @@ def test_plain_http_to_another_machine_is_a_warning(
     for name in AWS:
         monkeypatch.delenv(name, raising=False)
     options = {}
-    if endpoint is not None and "@" in endpoint:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)  # our own option has no user in it
+    if endpoint is not None and status == "error":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)  # our own option was checked when it was read
     elif endpoint is not None:
         options = {"endpoint_url": endpoint}
     config = Config.from_mapping({"storage_uri": "s3://bucket/p", "storage_options": options})

@@ -23,6 +23,7 @@ from tiered_kv.fleet import layout
 from tiered_kv.fleet.recency import BASE_MAGIC, LOG_MAGIC
 from tiered_kv.keys.namespace import MAX_RECORD_BYTES, SELF_TEST_NAMESPACE
 from tiered_kv.keys.naming import parse_object_path
+from tiered_kv.location import ENDPOINT
 from tiered_kv.ops.doctor_disk import judged
 from tiered_kv.ops.findings import DoctorFinding, DoctorMeasurement, error, has_error, measured, ok, warning
 from tiered_kv.ops.object_storage import ObjectStorage
@@ -141,8 +142,9 @@ def _environments_credentials() -> DoctorFinding:
         environment.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
         environment.get("AWS_CONFIG_FILE", "~/.aws/config"),
     )
-    # Of a user without name and home, as containers have them, Path.expanduser raises; botocore takes what this gives.
-    if any(Path(os.path.expanduser(name)).exists() for name in files):
+    # An empty name is a directory, and no file. Of a user without name and home, as containers have them, Path.expanduser
+    # raises; botocore takes what this gives.
+    if any(Path(os.path.expanduser(name)).is_file() for name in files):
         return ok("credentials", "from the user's AWS configuration files")
     return ok("credentials", "none named: from the role of the container or instance, if it has one")
 
@@ -194,6 +196,9 @@ def _endpoint(config: Config) -> list[DoctorFinding]:
     endpoint = _endpoint_url(location.scheme, location.options)
     if not endpoint:
         return [ok("endpoint", f"{CLOUDS[location.scheme]}, encrypted")]
+    if location.scheme == "s3" and not ENDPOINT.fullmatch(str(endpoint)):  # the option was checked when it was read
+        hint = "expected http://host:port or https://host, alone; what signs requests goes into AWS_ACCESS_KEY_ID"
+        return [error("endpoint", "AWS_ENDPOINT_URL or AWS_ENDPOINT_URL_S3 is no address that clients can use", hint)]
     parts = urlsplit(str(endpoint))
     if parts.scheme != "http":
         return [ok("endpoint", f"{parts.scheme}, a server of its own")]
