@@ -196,9 +196,17 @@ def test_messages_that_only_a_real_service_sends(page: str, code: str, words: st
     ],
 )
 def test_messages_of_what_gives_credentials(page: str, cause: Exception, words: str) -> None:
-    error = NoIdentity()
-    error.__cause__ = cause
-    assert words in explain(error, "bucket")
+    assert words in explain(NoIdentity(cause), "bucket")
+    assert words in promised(page)
+
+
+def test_message_of_an_address_that_no_client_can_use(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:hidden@localhost:9")
+    words = "the address in AWS_ENDPOINT_URL"
+    store = ObjectStore(parse_location("s3://bucket/p", {"key": "k", "secret": "s", "region": "x"}))
+    with pytest.raises(TierUnavailable, match=words):
+        store.get("x")
+    store.close()
     assert words in promised(page)
 
 

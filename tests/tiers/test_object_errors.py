@@ -209,6 +209,10 @@ def test_a_loop_of_causes_ends():
         (RuntimeError("Credentials were refreshed, but the refreshed credentials are still expired."), "have expired"),
         (answered("AccessDenied", 403), "what gives credentials refuses (AccessDenied); check the role"),
         (boto.CredentialRetrievalError(provider="p", error_msg="hidden"), "could not be fetched; check the profile"),
+        (
+            boto.SSOTokenLoadError(error_msg="hidden"),
+            "the credentials have expired, or nobody has logged in: run `aws sso",
+        ),
         (FileNotFoundError(errno.ENOENT, "No such file", "/token"), "fetched: /token: No such file; check the profile"),
         (boto.ConnectTimeoutError(endpoint_url="http://h"), "the client or its credentials did not come in time"),
         (TimeoutError(), "the client or its credentials did not come in time"),
@@ -216,7 +220,7 @@ def test_a_loop_of_causes_ends():
     ],
 )
 def test_what_keeps_us_from_asking_is_put_into_words_and_is_no_answer_of_the_store(cause, expected):
-    error = caused(NoIdentity(), cause)
+    error = NoIdentity(cause)
     words = explain(error, "bkt")
     assert expected in words and "hidden" not in words
     assert is_of_identity(error) is not isinstance(cause, TimeoutError), "a new client would only ask from the start"

@@ -581,6 +581,23 @@ def test_a_page_for_people_is_no_empty_bucket_no_stored_object_and_no_damaged_bl
         store.close()
 
 
+@pytest.mark.parametrize("where", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "profile"])
+@pytest.mark.parametrize("more", ["me:hidden@localhost:9", "localhost:9?sign=hidden"], ids=["user", "query"])
+def test_an_address_in_the_environment_that_no_client_can_use_is_told(tmp_path, monkeypatch, where, more):
+    """A client sends it along, and signs without it: the store refuses the signature, or the name is not found."""
+    without_credentials(monkeypatch, tmp_path, f"endpoint_url = http://{more}" if where == "profile" else "")
+    if where != "profile":
+        monkeypatch.setenv(where, f"http://{more}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    store = open_store("s3://bucket/p")
+    for call in (*every_call(store).values(), lambda: store.get_into("x", memoryview(bytearray(4)))):
+        with pytest.raises(TierUnavailable, match="the address in AWS_ENDPOINT_URL, .* has a user, a query") as caught:
+            call()
+        assert "hidden" not in str(caught.value)
+    store.close()
+
+
 def test_a_missing_bucket_is_told(s3):
     store = open_store("s3://tiered-kv-no-such-bucket/p", s3.options())
     for operation in ("get", "put", "create", "list", "delete"):
@@ -736,7 +753,15 @@ def test_credentials_that_end_soon_are_not_asked_for_before_every_request(tmp_pa
         store.close()
 
 
-@pytest.mark.parametrize("how", ["exit 1", "exec sleep 600"], ids=["fails", "hangs"])
+EXPIRED = {"Version": 1, "AccessKeyId": "OLD", "SecretAccessKey": "old", "Expiration": "2026-01-01T00:00:00Z"}
+WAYS_NOT_TO_RENEW = {
+    "fails": "exit 1",
+    "hangs": "exec sleep 600",
+    "older": f"{{ echo '{json.dumps(EXPIRED)}'; exit; }}",
+}
+
+
+@pytest.mark.parametrize("how", WAYS_NOT_TO_RENEW.values(), ids=WAYS_NOT_TO_RENEW)
 def test_credentials_that_cannot_be_renewed_are_used_until_they_expire(tmp_path, monkeypatch, how):
     """botocore takes none of the last ten minutes then, although the store takes them all."""
     monkeypatch.setattr("tiered_kv.tiers.object.renewal.FRESH_S", -1.0)
@@ -746,11 +771,34 @@ def test_credentials_that_cannot_be_renewed_are_used_until_they_expire(tmp_path,
     make_program(program, fails_from_the_third_on, AccessKeyId="AKIA", SecretAccessKey="hidden")
     with RawServer(lambda asked: NOT_THERE_IN_S3) as server:
         store = open_store("s3://bucket/p", {"endpoint_url": server.url})
-        asked = 4 if how == "exit 1" else 3  # one that hangs is the only one
+        asked = 3 if "sleep" in how else 4  # one that hangs is the only one
         wait_for(lambda: store.head("x") is None and len(runs_of(program)) >= asked, "other questions to the program")
         assert [store.head("x") for _ in range(3)] == [None] * 3
-        assert how == "exit 1" or len(runs_of(program)) == asked
+        assert "sleep" not in how or len(runs_of(program)) == asked
+        assert all("Credential=AKIA/" in asked.headers["Authorization"] for asked in server.asked)
         store.close()
+
+
+def test_credentials_that_have_ended_are_used_no_longer():
+    """For a moment after their end they were, and the store refused what they signed."""
+    first, second = (ReadOnlyCredentials(key, "secret", "token") for key in ("one", "two"))
+    left, ended = [second, first], []
+
+    class Found:
+        async def get_frozen_credentials(self):
+            self.given = left.pop()
+            return self.given
+
+        def refresh_needed(self, seconds):
+            return self.given in ended
+
+    async def ask():
+        seldom = SeldomCredentials(Found())
+        assert [await seldom.get_frozen_credentials() for _ in range(2)] == [first] * 2
+        ended.append(first)
+        assert await seldom.get_frozen_credentials() is second
+
+    asyncio.run(ask())
 
 
 def test_nobody_waits_for_a_renewal_that_takes_long_and_it_counts(monkeypatch):

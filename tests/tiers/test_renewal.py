@@ -98,7 +98,11 @@ def google(monkeypatch: pytest.MonkeyPatch, service: TokenService, timeout_s: fl
 
 @contextmanager
 def azure(
-    monkeypatch: pytest.MonkeyPatch, service: TokenService, timeout_s: float, certificate: tuple[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    service: TokenService,
+    timeout_s: float,
+    certificate: tuple[str, str],
+    say: Callable[[Asked], bytes] = holds_nothing,
 ) -> Iterator[ObjectStore]:
     """Azure's client gives tokens to nobody without TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -106,7 +110,7 @@ def azure(
     trusted = ssl.create_default_context(cafile=certificate[0])
     monkeypatch.setattr("aiohttp.connector._SSL_CONTEXT_VERIFIED", trusted)  # made when it was imported
     monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "ManagedIdentityCredential")
-    with RawServer(holds_nothing, context) as container, RawServer(service) as metadata:
+    with RawServer(say, context) as container, RawServer(service) as metadata:
         monkeypatch.setenv("AZURE_POD_IDENTITY_AUTHORITY_HOST", metadata.url)
         options = {"account_name": "a", "account_host": container.url.removeprefix("https://")}
         try:
@@ -168,6 +172,28 @@ def test_a_service_that_hangs_is_not_taken_for_the_store(opened: Callable[..., A
         service.lifetime_s = 3600
         service.works.set()
         wait_for(lambda: is_answered(store), "an answer with the next token", deadline_s=120.0)
+        store.close()
+
+
+def test_a_service_that_hangs_behind_a_challenge_is_not_taken_for_the_store(
+    nobody: None, monkeypatch: pytest.MonkeyPatch, certificate: tuple[str, str]
+) -> None:
+    """Azure's client asks for a token of the tenant that the store names, and gives the store's 401 as the reason."""
+    service = TokenService()
+    service.lifetime_s = 2
+    tenant = "Bearer authorization_uri=https://login.microsoftonline.com/t/oauth2/authorize"
+
+    def challenge(asked: Asked) -> bytes:
+        asked.read_body()
+        service.works.clear()
+        ends_s = time.time() + service.lifetime_s  # Azure's client would give the token once more until then
+        wait_for(lambda: time.time() > ends_s, "the end of the token")
+        return answer(401, WWW_Authenticate=f"{tenant} resource_id=https://storage.azure.com")
+
+    with azure(monkeypatch, service, 10.0, certificate, challenge) as store:
+        with pytest.raises(TierUnavailable, match=LATE):
+            store.get("x")
+        assert service.unanswered_count == 1
         store.close()
 
 

@@ -418,8 +418,8 @@ def test_credentials_of_the_environment_are_found(monkeypatch: pytest.MonkeyPatc
 class Renewed:
     """Stands in for the loop, its client and credentials that change with every question."""
 
-    def __init__(self, found: bool = True) -> None:
-        self.count, self.found = 0, found
+    def __init__(self, found: bool = True, ends_soon: bool = False) -> None:
+        self.count, self.found, self.ends_soon = 0, found, ends_soon
 
     def run(self, coroutine):
         try:
@@ -434,6 +434,9 @@ class Renewed:
         self.count += 1
         return ReadOnlyCredentials(f"key {self.count}", "s", None) if self.found else None
 
+    def credentials_end_within(self, seconds: float) -> bool:
+        return self.ends_soon
+
 
 def test_credentials_are_asked_for_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     credentials = LoopCredentials(Renewed())
@@ -443,6 +446,12 @@ def test_credentials_are_asked_for_again_after_a_while(monkeypatch: pytest.Monke
     assert [credentials.get_frozen_credentials().access_key for _ in range(2)] == ["key 1", "key 2"]
     with pytest.raises(NoCredentialsError):
         LoopCredentials(Renewed(found=False)).get_frozen_credentials()
+
+
+def test_credentials_that_end_soon_are_asked_for_each_time() -> None:
+    """The store refuses what is signed with them behind their end."""
+    credentials = LoopCredentials(Renewed(ends_soon=True))
+    assert [credentials.get_frozen_credentials().access_key for _ in range(2)] == ["key 1", "key 2"]
 
 
 # -- which way bodies go ----------------------------------------------------------------------------------------------

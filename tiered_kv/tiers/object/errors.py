@@ -23,11 +23,12 @@ _ALLOWED = (
     "(without leave to list, a store refuses missing objects, too)"
 )
 _EXPIRED = "the credentials have expired; renew them, or let the environment do it (instance role, profile)"
+_SSO = "the credentials have expired, or nobody has logged in: run `aws sso login` as the user whom the server runs as"
 _SESSION = "the store refuses the session token; check AWS_SESSION_TOKEN or token in storage_options"
-_REGION = "the bucket is in another region; set the option region of storage_uri or AWS_REGION"
+_REGION = "the bucket is in another region; set the option region of storage_uri or AWS_DEFAULT_REGION"
 _ELSEWHERE = (
     "what answers there sends requests elsewhere: check endpoint_url (http in place of https), "
-    "or the bucket is in another region: the option region of storage_uri or AWS_REGION"
+    "or the bucket is in another region: the option region of storage_uri or AWS_DEFAULT_REGION"
 )
 _LATE = "the client or its credentials did not come in time; check the program, role or service that gives them"
 _CLOCK = "this machine's clock is too far from the store's; set the clock (NTP)"
@@ -77,8 +78,8 @@ _BY_CODE: Final[dict[str, str]] = {
     "501": "the store does not know this kind of request",
     "ConditionalRequestConflict": "another writer was at the same object at the same moment",
     "OperationAborted": "another writer was at the same object at the same moment",
-    "AuthenticationFailed": f"the store refuses these credentials: they do not fit the account; {_AZURE_KEY}",
-    "AuthorizationFailure": f"the store refuses these credentials; {_ALLOWED}",
+    "AuthenticationFailed": f"the store refuses these credentials: they do not fit the account or ended; {_AZURE_KEY}",
+    "AuthorizationFailure": f"the store refuses these credentials; {_ALLOWED}, and that no SAS token has ended",
     "AuthorizationPermissionMismatch": f"the store refuses these credentials; {_ALLOWED}",
     "NoAuthenticationInformation": f"the store refuses these credentials: there were none; {_AZURE_KEY}",
     "ContainerBeingDeleted": "the container is being deleted",
@@ -97,12 +98,12 @@ _BY_CLASS: Final[dict[str, str]] = {
     ),
     "PartialCredentialsError": "the credentials are not complete; key and secret belong together",
     "CredentialRetrievalError": "credentials could not be fetched; check the profile or the instance's role",
-    "TokenRetrievalError": _EXPIRED,
-    "SSOTokenLoadError": _EXPIRED,
-    "UnauthorizedSSOTokenError": _EXPIRED,
+    "TokenRetrievalError": _SSO,
+    "SSOTokenLoadError": _SSO,
+    "UnauthorizedSSOTokenError": _SSO,
     "ProfileNotFound": "there is no such profile; check the option profile or AWS_PROFILE",
-    "NoRegionError": "no region is known; set the option region of storage_uri or AWS_REGION",
-    "InvalidRegionError": "this is no region; check the option region of storage_uri or AWS_REGION",
+    "NoRegionError": "no region is known; set the option region of storage_uri or AWS_DEFAULT_REGION",
+    "InvalidRegionError": "this is no region; check the option region of storage_uri or AWS_DEFAULT_REGION",
     "CredentialUnavailableError": f"no credentials were found; check the identity, or {_AZURE_KEY}",
     "ClientAuthenticationError": f"credentials could not be fetched from an identity; check it, or {_AZURE_KEY}",
     "NoClientYet": _LATE,
@@ -110,6 +111,8 @@ _BY_CLASS: Final[dict[str, str]] = {
     "storage_options or in GOOGLE_APPLICATION_CREDENTIALS, or check the instance's service account",
     "BadKeyFile": "the file that the option token names has no key of a service account and no user's login, or is not "
     "whole; name a file of another kind, as a federated identity's, in GOOGLE_APPLICATION_CREDENTIALS instead",
+    "BadEndpoint": "the address in AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or endpoint_url of the profile has a user, a "
+    "query or a space in it; expected http://host:port or https://host, alone",
     "OtherFileSystem": "the directory is on another file system than before; check that it is mounted, and restart the "
     "server if that is meant",
     "NotAStore": "what answers there is no S3 server; check endpoint_url and what is between here and the store",
@@ -196,6 +199,10 @@ class OtherFileSystem(OSError):
     """A shared directory is not on the file system on which it was: its mount went away, or is another."""
 
 
+class BadEndpoint(OSError):
+    """The environment or a profile names an address with more in it than a host and a port."""
+
+
 class NoClientYet(TimeoutError):
     """The client, which looks for credentials as it is made, was not there in time."""
 
@@ -209,7 +216,15 @@ class NoGoogleKeys(OSError):
 
 
 class NoIdentity(OSError):
-    """Credentials could not be found or renewed, so the store was not asked, or by nobody; the cause says why."""
+    """Credentials could not be found or renewed, so the store was not asked, or by nobody.
+
+    Attributes:
+        reason: Why. Not the cause: Azure's client puts the store's 401, for which it asked for another token, there.
+    """
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__()
+        self.reason = reason
 
 
 class NotAStore(OSError):
@@ -322,7 +337,7 @@ def is_passing(exc: BaseException) -> bool:
 
 def is_of_identity(exc: BaseException) -> bool:
     """Whether one side does not take the other for who it says it is, by its keys, tokens or certificates."""
-    if isinstance(exc, NoIdentity) and isinstance(exc.__cause__, TimeoutError):
+    if isinstance(exc, NoIdentity) and isinstance(exc.reason, TimeoutError):
         return False  # they are on their way: another client would ask for them anew, and wait as long
     names = {base.__name__ for error in chain(exc) for base in type(error).__mro__}
     is_unproven = bool(names & _UNPROVEN) and not names & _CUT
@@ -355,7 +370,7 @@ def is_without_create(exc: BaseException) -> bool:
 def explain(exc: BaseException, bucket: str) -> str:
     """Say what happened and what to do, in one line without values of options."""
     if isinstance(exc, NoIdentity):
-        return _of_identity(exc.__cause__ or exc, bucket)
+        return _of_identity(exc.reason, bucket)
     code, status = code_of(exc), status_of(exc)
     if code == "NoSuchBucket":
         return f"there is no bucket {bucket!r}; create it (e.g. `aws s3 mb s3://{bucket}`) or mend storage_uri"

@@ -65,7 +65,7 @@ def _open_filesystem(location: Location, timeout_s: float) -> Any:
             except Exception as exc:
                 is_forbidden = isinstance(exc, OSError) and str(exc).startswith("Forbidden:")
                 if not has_keys and token != "anon" and (is_forbidden or status_of(exc) == 401):
-                    raise NoIdentity from NoGoogleKeys()
+                    raise NoIdentity(NoGoogleKeys()) from exc
                 if is_forbidden:
                     raise Refused(403) from exc
                 raise

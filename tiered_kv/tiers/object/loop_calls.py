@@ -13,6 +13,8 @@ from typing import Any, Final, TypeVar
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
+from tiered_kv.location import ENDPOINT
+from tiered_kv.tiers.object.errors import BadEndpoint
 from tiered_kv.tiers.object.loop_client import run_on_loop
 from tiered_kv.tiers.object.medium import Deadline
 from tiered_kv.tiers.object.renewal import identifying
@@ -62,6 +64,7 @@ class LoopCalls:
         async with identifying():
             client = await self.filesystem.set_session()
             if client is not self._client:
+                _refuse_endpoint(client.meta.endpoint_url)
                 self._found = await self._find()
                 client.meta.events.register("before-send.s3", _ask_nobody_to_go_on, unique_id=__name__)
                 follow_no_blind_redirect(client)
@@ -72,6 +75,10 @@ class LoopCalls:
     async def credentials(self) -> Any:
         """What s3fs' session has found, renewed if it must; None: nothing, or the location itself says who asks."""
         return None if self._found is None else await self._found.get_frozen_credentials()
+
+    def credentials_end_within(self, seconds: float) -> bool:
+        """Whether those in force end so soon; the loop's thread alone asks."""
+        return self._found is not None and bool(self._found.end_within(seconds))
 
     async def _find(self) -> Any:
         filesystem = self.filesystem
@@ -107,6 +114,16 @@ class LoopCalls:
         client, self._client = self._client, None
         if client is not None:
             self.run(client.close())
+
+
+def _refuse_endpoint(url: str) -> None:
+    """Refuse an address that the environment or a profile names and no client can use; options are checked before.
+
+    Raises:
+        BadEndpoint: It has a user, a query or a space in it.
+    """
+    if not ENDPOINT.fullmatch(url):
+        raise BadEndpoint("endpoint")
 
 
 def _ask_nobody_to_go_on(request: Any, **_: object) -> None:

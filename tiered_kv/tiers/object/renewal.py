@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
-from tiered_kv.tiers.object.errors import NoIdentity
+from tiered_kv.tiers.object.errors import NoIdentity, explain
 from tiered_kv.tiers.object.loop_client import call_left_s
 from tiered_kv.tiers.object.medium import Deadline
 
@@ -60,9 +60,9 @@ class Renewal(Generic[T]):
         """What is in force.
 
         Raises:
-            NoIdentity: Nothing is, and others cannot be had; the cause says why.
+            NoIdentity: Nothing is, and others cannot be had; its reason says why.
         """
-        if self._kept is not None and self._kept[1].left_s() > 0:
+        if self._kept is not None and self._kept[1].left_s() > 0 and self._is_in_force():
             return self._kept[0]
         if self._running is None:
             self._running = asyncio.create_task(self._renew())
@@ -71,8 +71,12 @@ class Renewal(Generic[T]):
         assert self._kept is not None, "renewed, or it would have raised"
         return self._kept[0]
 
+    def ends_within(self, seconds: float) -> bool:
+        """Whether what is in force ends so soon; True where nothing is."""
+        return self._kept is None or self._expire_within(self._kept[0], seconds)
+
     def _is_in_force(self) -> bool:
-        return self._kept is not None and not self._expire_within(self._kept[0], 0)
+        return not self.ends_within(0)
 
     async def _wait(self, renewal: "asyncio.Task[Exception | None]") -> None:
         """Wait for others; the last one that gives up ends the program or the request that they would come from."""
@@ -86,13 +90,15 @@ class Renewal(Generic[T]):
                 renewal.cancel()
         failure = renewal.result()
         if failure is not None:
-            raise NoIdentity from failure
+            raise NoIdentity(failure) from failure
 
     async def _renew(self) -> Exception | None:
         """Ask for credentials; returns why there are none."""
         try:
             async with asyncio.timeout(RENEWAL_MAX_S):
                 found = await self._ask()
+            if self._expire_within(found, 0) and self._is_in_force():
+                raise RuntimeError("what was given in their place has expired already")
         except Exception as exc:  # noqa: BLE001 - whoever waits raises it, and who does not is told
             if self._kept is not None and self._is_in_force():
                 self._keep(self._kept[0])
@@ -113,7 +119,8 @@ class Renewal(Generic[T]):
         """Say once that nothing follows what is in force."""
         if not self._has_told:
             self._has_told = True
-            logger.warning("credentials cannot be renewed; those in force are used until they expire. %r", exc)
+            words = explain(NoIdentity(exc), "")  # not the error: what a program says may hold anything
+            logger.warning("credentials cannot be renewed; those in force are used until they expire. %s", words)
 
 
 @asynccontextmanager
@@ -129,4 +136,4 @@ async def identifying() -> AsyncIterator[None]:
     except NoIdentity:
         raise
     except Exception as exc:  # of files, of programs, of services that give credentials, or of settings
-        raise NoIdentity from exc
+        raise NoIdentity(exc) from exc

@@ -9,6 +9,7 @@ cancelled call was waiting for goes on running.
 
 import asyncio
 import contextlib
+import copy
 import os
 import signal
 from typing import Any
@@ -57,13 +58,24 @@ class SeldomCredentials(AioCredentials):  # type: ignore[misc]
 
     def __init__(self, found: Any) -> None:
         super().__init__("", "")
-        ends = getattr(found, "refresh_needed", None)  # what never expires has none
-        self._renewal: Renewal[ReadOnlyCredentials] = Renewal(
-            found.get_frozen_credentials, lambda _, seconds: ends is not None and ends(seconds)
-        )
+
+        async def ask() -> tuple[ReadOnlyCredentials, Any]:
+            given = await found.get_frozen_credentials()
+            return given, copy.copy(found)  # which goes on telling when these end; ``found`` tells of the next ones
+
+        self._renewal: Renewal[tuple[ReadOnlyCredentials, Any]] = Renewal(ask, _end_within)
 
     async def get_frozen_credentials(self) -> ReadOnlyCredentials:
-        return await self._renewal.current()
+        return (await self._renewal.current())[0]
+
+    def end_within(self, seconds: float) -> bool:
+        """Whether those in force end so soon."""
+        return self._renewal.ends_within(seconds)
+
+
+def _end_within(given: tuple[ReadOnlyCredentials, Any], seconds: float) -> bool:
+    ends = getattr(given[1], "refresh_needed", None)  # what never expires has none
+    return ends is not None and bool(ends(seconds))
 
 
 async def _start_program(*command: str, **pipes: Any) -> "_Program":

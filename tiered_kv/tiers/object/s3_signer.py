@@ -157,13 +157,14 @@ class LoopCredentials(Credentials):  # type: ignore[misc]
     def get_frozen_credentials(self) -> ReadOnlyCredentials:
         fresh = self._fresh
         if fresh is None or fresh[1].left_s() <= 0:
-            found = self._calls.run(self._ask())
+            found, fresh_s = self._calls.run(self._ask())
             if found is None:
                 raise NoCredentialsError
-            self._fresh = fresh = (found, Deadline(FRESH_S))
+            self._fresh = fresh = (found, Deadline(fresh_s))
         return fresh[0]
 
-    async def _ask(self) -> ReadOnlyCredentials | None:
+    async def _ask(self) -> tuple[ReadOnlyCredentials | None, float]:
+        """What is in force, and for how long that need not be asked again: not beyond its end."""
         await self._calls.client()
         found: ReadOnlyCredentials | None = await self._calls.credentials()
-        return found
+        return found, 0.0 if self._calls.credentials_end_within(FRESH_S) else FRESH_S
