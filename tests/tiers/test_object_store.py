@@ -29,7 +29,7 @@ from tiered_kv.location import parse_location
 from tiered_kv.tiers.object.s3 import s3_options
 from tiered_kv.tiers.object.s3_session import SeldomCredentials
 from tiered_kv.tiers.object.shared_directory import STALE_S, TEMPORARY
-from tiered_kv.tiers.object.store import RENEW_S, ObjectStore
+from tiered_kv.tiers.object.store import ASK_AGAIN_S, RENEW_S, ObjectStore
 
 
 def open_store(uri, options=None, **more):
@@ -242,6 +242,19 @@ def test_a_store_that_cannot_create_atomically_is_found_out(monkeypatch, kind):
     store = open_store(f"memory://{uuid.uuid4().hex}")
     assert not store.creates_atomically()
     assert paths(store) == []
+    store.close()
+
+
+def test_a_store_that_seemed_to_overwrite_is_asked_again(monkeypatch):
+    """A proxy said 200 to everything for a while: limits ended for the server's life."""
+    clock = FakeClock()
+    store = open_store(f"memory://{uuid.uuid4().hex}", monotonic=clock.monotonic)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "pipe_file", lambda *_, **__: None)
+        assert not store.creates_atomically()
+    assert not store.creates_atomically(), "it was asked again at once"
+    clock.advance(ASK_AGAIN_S)
+    assert store.creates_atomically()
     store.close()
 
 
@@ -578,6 +591,76 @@ def test_a_page_for_people_is_no_empty_bucket_no_stored_object_and_no_damaged_bl
                 every_call(store)[operation]()
         with pytest.raises(TierUnavailable, match="get failed: what answers there is no S3 server"):
             store.get_into("x", memoryview(bytearray(5000)))  # as damaged it would be deleted, and it may be whole
+        store.close()
+
+
+LISTED = b"<ListBucketResult><Name>bucket</Name><IsTruncated>false</IsTruncated></ListBucketResult>"
+MODIFIED = b"Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n"
+
+
+def holds_four_bytes(asked, marks=b""):
+    """A store in which every object is there, with more headers to each answer."""
+    verb, body = asked.line.split()[0], b""
+    if "list-type" in asked.line:
+        body = LISTED
+    elif verb == "GET":
+        body = b"data"
+    elif verb == "POST":
+        body = b"<DeleteResult></DeleteResult>"
+    length = 4 if verb == "HEAD" else len(body)
+    return b"HTTP/1.1 200 OK\r\n%s%sContent-Length: %d\r\n\r\n%s" % (marks, MODIFIED, length, body)
+
+
+def every_read_and_write(store):
+    return {
+        **{name: call for name, call in every_call(store).items() if name != "list"},
+        "get of a part": lambda: store.get_head("x", 4),
+        "get of a blob": lambda: store.get_into("x", memoryview(bytearray(4))),
+        "delete of two": lambda: store.delete(["x", "y"]),
+    }
+
+
+@pytest.mark.parametrize("way", [{}, {"config_kwargs": {"retries": {"mode": "adaptive"}}}], ids=["threads", "loop"])
+@pytest.mark.parametrize(
+    "marks", [b'ETag: "e"\r\nx-amz-request-id: 1\r\n', b"x-amz-id-2: 1\r\n"], ids=["S3", "a proxy"]
+)
+@pytest.mark.parametrize("said", [b"", b'{"status": "ok"}'], ids=["nothing", "JSON"])
+def test_a_200_that_lacks_a_store_s_headers_is_nobody_s_once_it_has_sent_them(said, marks, way):
+    """A put that was never done counted as done, and a whole blob for a damaged one, which was deleted."""
+    is_away = threading.Event()
+
+    def answer(asked):
+        asked.read_body()
+        if not is_away.is_set():
+            return holds_four_bytes(asked, marks)
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(said)
+        return head + (b"" if asked.line.startswith("HEAD") else said)
+
+    options = {"key": "k", "secret": "s", "region": "x", **way}
+    with RawServer(answer) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, **options})
+        for call in every_read_and_write(store).values():
+            call()
+        is_away.set()
+        for operation, call in every_read_and_write(store).items():
+            failed = f"{operation.partition(' ')[0]} failed: "
+            with pytest.raises(TierUnavailable, match=failed + "(what answers there is no S3 server|the store failed)"):
+                call()  # of a put that is answered with words botocore itself makes a failure
+        is_away.clear()
+        assert store.get("x") == b"data"
+        store.close()
+
+
+def test_a_proxy_that_drops_all_of_a_store_s_headers_is_used():
+    def answer(asked):
+        asked.read_body()
+        return holds_four_bytes(asked)
+
+    with RawServer(answer) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, "key": "k", "secret": "s", "region": "x"})
+        for _ in range(2):
+            for call in every_read_and_write(store).values():
+                call()
         store.close()
 
 

@@ -16,6 +16,7 @@ from fsspec.asyn import get_loop
 
 from tests.kit.faults.proxy import Fault, FaultProxy, Mode
 from tests.kit.missing import needed
+from tests.kit.raw_server import RawServer
 from tests.kit.server.probe import wait_for
 from tests.kit.stores.child import read_by_child
 from tests.kit.stores.session import ATOMIC, OVERWRITING
@@ -497,6 +498,44 @@ def test_a_page_for_people_is_no_stored_object_no_deletion_and_no_damaged_blob_o
         assert len(asked) == len(every_call(store)), "it was asked again"
         with pytest.raises(TierUnavailable, match="get failed: what answers there is no object store"):
             store.get_into("x", memoryview(bytearray(5000)))  # as damaged it would be deleted, and it may be whole
+        store.close()
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_an_answer_that_lacks_google_s_headers_is_nobody_s_once_it_has_sent_them(monkeypatch, status):
+    """A missing object is forgotten, a damaged one deleted; Google's 404 to a read of content is a page, too."""
+    needed("gcsfs")
+    monkeypatch.setenv("FETCH_RAW_TOKEN_EXPIRY", "false")
+    is_away, holds = threading.Event(), threading.Event()
+    info = b'{"name": "p/x", "size": "4", "updated": "2026-01-01T00:00:00Z"}'
+    holds.set()
+
+    def answer(asked):
+        asked.read_body()
+        if is_away.is_set():
+            return b"HTTP/1.1 %d Nobody\r\nContent-Length: 0\r\n\r\n" % status
+        found = b"data" if "alt=media" in asked.line else b"" if asked.line.startswith("DELETE") else info
+        code, said = (200, found) if holds.is_set() else (404, b"No such object: bucket/p/x")
+        head = b"HTTP/1.1 %d Google\r\nX-GUploader-UploadID: 1\r\nContent-Type: text/html\r\nETag: e\r\n" % code
+        return head + b"Content-Length: %d\r\n\r\n%s" % (len(said), said)
+
+    with RawServer(answer) as server:
+        store = open_store("gs://bucket/p", {"endpoint_url": server.url, "token": "ya29.hidden"})
+        calls = {name: call for name, call in every_call(store).items() if name not in ("list", "create")}
+        for call in calls.values():
+            call()
+        holds.clear()
+        assert store.get("x") is None and store.head("x") is None
+        holds.set()
+        is_away.set()
+        calls["delete"] = lambda: store.delete(["x", "y"])
+        for operation, call in calls.items():
+            with pytest.raises(TierUnavailable, match=f"{operation} failed: what answers there is no object store"):
+                call()
+        with pytest.raises(TierUnavailable, match="get failed: what answers there is no object store"):
+            store.get_into("x", memoryview(bytearray(4)))
+        is_away.clear()
+        assert store.get("x") == b"data"
         store.close()
 
 

@@ -18,9 +18,10 @@ import os
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import (
@@ -34,8 +35,15 @@ from tiered_kv.tiers.object.errors import (
     status_of,
 )
 from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
+from tiered_kv.tiers.object.marks import Marks
 from tiered_kv.tiers.object.medium import CallRunner, ListPage, Medium, ObjectInfo, check_expected, check_size
 from tiered_kv.tiers.object.renewal import Renewal, identifying
+
+OF_GOOGLE: Final = frozenset({"x-guploader-uploadid", "etag", "x-goog-generation", "x-goog-hash"})
+"""By which an answer may be known (``marks.py``). The first is on all of Google's, its 404 included (seen in
+https://github.com/firebase/firebase-tools/pull/3647); servers of others send some of these with some answers."""
+
+_answered: ContextVar[Mapping[str, str]] = ContextVar("headers of the answer to a request")
 
 
 def open_google(location: Location, timeout_s: float) -> Medium:
@@ -48,8 +56,10 @@ def _open_filesystem(location: Location, timeout_s: float) -> Any:
     from gcsfs.core import GCSFileSystem  # noqa: PLC0415  # slow to import: only processes that use a bucket pay for it
 
     token = location.options.get("token")
+    options = {**location.options, "use_listings_cache": False, "skip_instance_cache": True}
+    options["session_kwargs"] = _noting_headers(location.options.get("session_kwargs"))
     try:
-        filesystem = GCSFileSystem(**{**location.options, "use_listings_cache": False, "skip_instance_cache": True})
+        filesystem = GCSFileSystem(**options)
     except (KeyError, ValueError) as exc:
         if isinstance(token, str) and os.path.exists(token):
             raise BadKeyFile(token) from exc
@@ -57,11 +67,17 @@ def _open_filesystem(location: Location, timeout_s: float) -> Any:
     once = getattr(GCSFileSystem._request, "__wrapped__", GCSFileSystem._request)
     has_keys = filesystem.credentials.credentials is not None
     keys = _renew_in_thread(filesystem.credentials, timeout_s) if has_keys else None
+    marks = Marks(OF_GOOGLE)
 
     async def request(*args: Any, **options: Any) -> Any:
         async def ask() -> Any:
+            _answered.set({})
             try:
                 answer = await once(filesystem, *args, **options)
+            except FileNotFoundError as exc:
+                if marks.are_missing("404", _answered.get()):
+                    raise NotGoogles("a 404 has none of the store's headers") from exc
+                raise
             except Exception as exc:
                 is_forbidden = isinstance(exc, OSError) and str(exc).startswith("Forbidden:")
                 if not has_keys and token != "anon" and (is_forbidden or status_of(exc) == 401):
@@ -69,7 +85,10 @@ def _open_filesystem(location: Location, timeout_s: float) -> Any:
                 if is_forbidden:
                     raise Refused(403) from exc
                 raise
-            _refuse_page(*answer[:2])
+            status, headers = answer[:2]
+            _refuse_page(status, headers)
+            if marks.are_missing(_kind_of(*args[:2]), headers):
+                raise NotGoogles("an answer has none of the store's headers")
             return answer
 
         if keys is not None:
@@ -79,6 +98,24 @@ def _open_filesystem(location: Location, timeout_s: float) -> Any:
 
     filesystem._request = request
     return filesystem
+
+
+def _noting_headers(given: object) -> dict[str, Any]:
+    """Arguments of the client's HTTP session that have it note an answer's headers: of a 404 gcsfs tells none."""
+    from aiohttp import TraceConfig  # noqa: PLC0415  # as above
+
+    async def note(_session: object, _context: object, ended: Any) -> None:
+        _answered.set(ended.response.headers)  # in the task that asks
+
+    trace = TraceConfig()
+    trace.on_request_end.append(note)
+    mine = dict(given) if isinstance(given, dict) else {}
+    return {**mine, "trace_configs": [*mine.get("trace_configs", []), trace]}
+
+
+def _kind_of(method: str, path: str) -> str:
+    """What was asked for: gcsfs names the objects beside the path, but for their content."""
+    return f"{method} {path if '{' in path else 'content'}"
 
 
 def _renew_in_thread(keys: Any, timeout_s: float) -> Renewal[None]:

@@ -19,7 +19,6 @@ from tiered_kv.tiers.object.s3_answers import (
     CREATE_TRIES,
     first_bytes,
     is_beyond_the_end,
-    refuse_page,
     was_asked_before,
     whole_bytes,
 )
@@ -122,7 +121,6 @@ class LoopBodies:
             return
         body, offset = answer["Body"], 0
         try:
-            refuse_page(answer)
             check_expected(path, whole_bytes(answer), loan.size_bytes)
             while piece := await body.read(PIECE_BYTES):
                 loan.take(offset, piece)
@@ -143,7 +141,7 @@ class LoopBodies:
         is_unclear = False
         for left in reversed(range(CREATE_TRIES)):
             try:
-                refuse_page(await self._calls.call("put_object", Key=key, Body=data, **condition))
+                await self._calls.call("put_object", Key=key, Body=data, **condition)
                 return
             except OSError as exc:
                 is_unclear |= was_asked_before(exc)

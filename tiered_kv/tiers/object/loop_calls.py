@@ -14,11 +14,12 @@ from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
 from tiered_kv.location import ENDPOINT
-from tiered_kv.tiers.object.errors import BadEndpoint
+from tiered_kv.tiers.object.errors import BadEndpoint, NotAStore
 from tiered_kv.tiers.object.loop_client import run_on_loop
+from tiered_kv.tiers.object.marks import Marks
 from tiered_kv.tiers.object.medium import Deadline
 from tiered_kv.tiers.object.renewal import identifying
-from tiered_kv.tiers.object.s3_answers import refuse_nobodys
+from tiered_kv.tiers.object.s3_answers import OF_STORES, check_answer, refuse_nobodys
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ class LoopCalls:
         self.filesystem = filesystem
         self.bucket = bucket
         self.timeout_s = timeout_s
+        self.marks = Marks(OF_STORES)
         self._loop = loop
         self._client: Any = None
         self._found: Any = None
@@ -90,16 +92,24 @@ class LoopCalls:
 
         Raises:
             NoIdentity: As of ``client``; the store was not asked.
+            NotAStore: Somebody else answered.
             OSError: The store refused; botocore's ClientError is the cause.
         """
         client = await self.client()
         try:
-            return await getattr(client, method)(
+            answer = await getattr(client, method)(
                 Bucket=self.bucket, **additional_arguments(client, self.filesystem, method), **arguments
             )
         except ClientError as exc:
             refuse_nobodys(exc, method)
             raise translate_boto_error(exc) from exc
+        try:
+            check_answer(method, answer, self.marks)
+        except NotAStore:
+            if "Body" in answer:
+                answer["Body"].close()
+            raise
+        return answer
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run on the loop until done, or until the deadline.

@@ -20,7 +20,7 @@ from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import IncompleteRead, NoClientYet, NotAStore, is_missing, is_unknown
 from tiered_kv.tiers.object.loop_client import DELETED_AT_ONCE, all_of
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_size
-from tiered_kv.tiers.object.s3_answers import check_list, first_bytes, is_beyond_the_end, is_by_a_store, refuse_page
+from tiered_kv.tiers.object.s3_answers import check_list, first_bytes, is_beyond_the_end, is_by_a_store
 
 if TYPE_CHECKING:
     from tiered_kv.tiers.object.loop_calls import LoopCalls
@@ -111,7 +111,6 @@ class S3Medium:
             raise
         body = answer["Body"]
         try:
-            refuse_page(answer)
             expected = int(answer["ContentLength"])
             if length is None:
                 check_size(path, expected, size_max)
@@ -134,7 +133,6 @@ class S3Medium:
 
     def head(self, path: str) -> ObjectInfo:
         answer = self._calls.run(self._head(path))
-        refuse_page(answer)
         return ObjectInfo(path, int(answer["ContentLength"]), answer["LastModified"].timestamp())
 
     async def _head(self, path: str) -> Any:
@@ -175,13 +173,12 @@ class S3Medium:
             self._calls.run(all_of([self._delete_one(key) for key in keys], is_missing))
 
     async def _delete_one(self, key: str) -> None:
-        refuse_page(await self._calls.call("delete_object", Key=key))
+        await self._calls.call("delete_object", Key=key)
 
     def _delete_batches(self, paths: Sequence[str]) -> None:
         for start in range(0, len(paths), DELETE_BATCH):
             keys = [{"Key": self._prefix + path} for path in paths[start : start + DELETE_BATCH]]
             answer = self._calls.run(self._calls.call("delete_objects", Delete={"Objects": keys, "Quiet": True}))
-            refuse_page(answer)
             failed = [e for e in answer.get("Errors", []) if e.get("Code") != "NoSuchKey"]
             if failed:
                 first = failed[0]
@@ -225,6 +222,7 @@ def _open_bodies(calls: "LoopCalls") -> Bodies:
         lambda: tls_context(calls.filesystem, client),
         deadline=calls.deadline,
         arguments=lambda method: additional_arguments(client, calls.filesystem, method),
+        marks=calls.marks,
     )
 
 

@@ -1,6 +1,6 @@
 """What S3's answers mean, for both ways to ask.
 
-Owns the range a get asks for, how often a create is tried, and whose word a 404 is. Called by ``s3.py``,
+Owns the range a get asks for, how often a create is tried, and whose word an answer is. Called by ``s3.py``,
 ``loop_calls.py``, ``loop_bodies.py`` and ``thread_bodies.py``.
 """
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tiered_kv.tiers.object.errors import NotAStore, chain, code_of, headers_of, is_page, status_of
+from tiered_kv.tiers.object.marks import Marks
 
 CREATE_TRIES: Final = 3
 CONFLICT_WAIT_S: Final = 0.05
@@ -15,6 +16,9 @@ CONFLICT_WAIT_S: Final = 0.05
 _LIST_FIELDS: Final = frozenset({"Name", "IsTruncated", "Contents", "KeyCount"})
 """Of which every server sends some; botocore takes any other XML, a page for people too, for an empty list."""
 
+
+OF_STORES: Final = frozenset({"etag", "x-amz-request-id", "x-amz-id-2"})
+"""By which an answer that succeeds may be known (``marks.py``)."""
 
 _OF_S3: Final = frozenset({"x-amz-request-id", "x-amz-id-2", "x-amz-delete-marker"})
 """Of each answer, or of one about an object that was deleted. A network before the store adds others that begin so."""
@@ -71,13 +75,16 @@ def check_list(answer: Mapping[str, Any]) -> None:
         raise NotAStore("a list has none of its fields")
 
 
-def refuse_page(answer: Mapping[str, Any]) -> None:
+def check_answer(method: str, answer: Mapping[str, Any], marks: Marks) -> None:
     """Refuse what came in place of the answer to a GET, HEAD or PUT, which tells the object's ETag, or to a DELETE.
 
     Raises:
-        NotAStore: It is a page for people. Of a put or a deletion that was never done, or in place of a whole blob.
+        NotAStore: It is a page for people, or has no header of the store's, of which others of its kind had one. Of a
+            put or a deletion that was never done, or in place of a whole blob.
     """
     said = answer.get("ResponseMetadata", {})
-    kind = said.get("HTTPHeaders", {}).get("content-type", "")
-    if is_page(said.get("HTTPStatusCode"), kind, has_etag="ETag" in answer):
+    headers = said.get("HTTPHeaders", {})
+    if is_page(said.get("HTTPStatusCode"), headers.get("content-type", ""), has_etag="ETag" in answer):
         raise NotAStore("a page came in place of the answer")
+    if marks.are_missing(method, headers):
+        raise NotAStore("an answer has none of the store's headers")

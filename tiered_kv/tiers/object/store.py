@@ -42,6 +42,10 @@ OWN: Final = "_tiered_kv"
 READS_AT_ONCE: Final = 16
 """Objects that one call for many reads at the same time; more connections would be taken from blobs."""
 
+ASK_AGAIN_S: Final = 600.0
+"""Between questions, three requests each, whether a store that overwrote an object still does: for a while somebody
+else may have answered in its place, and limits end with that answer."""
+
 RENEW_S: Final = 30.0
 """Least age of a client that is made anew because its credentials are refused: one costs up to 0.5 s of a core."""
 
@@ -121,6 +125,7 @@ class ObjectStore:
         self._monotonic = monotonic
         self._client: _Client | None = None
         self._is_atomic: bool | None = None
+        self._overwrote_s = 0.0  # when it was seen last
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.uri!r})"
@@ -223,8 +228,8 @@ class ObjectStore:
                 self._call("delete", shown, lambda medium: medium.delete(list(paths)))
 
     def creates_atomically(self) -> bool:
-        """Whether ``create`` refuses a name that is taken. Asked once, by creating an object twice."""
-        if self._is_atomic is None:
+        """Whether ``create`` refuses a name that is taken. Asked by creating an object twice, until it is so."""
+        if self._is_atomic is None or (not self._is_atomic and self._monotonic() - self._overwrote_s >= ASK_AGAIN_S):
             path = f"{OWN}/probe/{uuid.uuid4().hex}"
             try:
                 # A first refusal is one, too: nobody else has this name, so it met its own lost answer.
@@ -233,6 +238,7 @@ class ObjectStore:
                 if exc.__cause__ is None or not is_without_create(exc.__cause__):
                     raise
                 self._is_atomic = False
+            self._overwrote_s = self._monotonic()
             self.delete([path])
         return self._is_atomic
 

@@ -35,14 +35,15 @@ from s3fs.errors import translate_boto_error
 from tiered_kv.tiers.object.connection import ConnectionPool, HttpConnection, Place, SilentError
 from tiered_kv.tiers.object.errors import IncompleteRead, TakenUnsure, is_conflict, is_taken
 from tiered_kv.tiers.object.loop_bodies import BufferLoan, LoanBody
+from tiered_kv.tiers.object.marks import Marks
 from tiered_kv.tiers.object.medium import Deadline, check_expected
 from tiered_kv.tiers.object.s3_answers import (
     CONFLICT_WAIT_S,
     CREATE_TRIES,
+    check_answer,
     first_bytes,
     is_beyond_the_end,
     refuse_nobodys,
-    refuse_page,
     whole_bytes,
 )
 
@@ -136,6 +137,7 @@ class ThreadBodies:
         *,
         deadline: Callable[[], Deadline],
         arguments: Callable[[str], Mapping[str, object]],
+        marks: Marks,
     ) -> None:
         """Take over how ``client`` sends.
 
@@ -143,6 +145,7 @@ class ThreadBodies:
             tls: Makes the context of https connections; asked once.
             deadline: That of the call which the calling thread is in.
             arguments: What the location's options add to a method's requests.
+            marks: Learned together with the calls on the loop.
         """
         config = client.meta.config
         self._client = client
@@ -151,6 +154,7 @@ class ThreadBodies:
         self._tls: ssl.SSLContext | None = None
         self._tls_lock = threading.Lock()
         self._deadline = deadline
+        self._marks = marks
         self._extra = {method: dict(arguments(method)) for method in ("get_object", "put_object")}
         longest_s = config.connect_timeout or math.inf, config.read_timeout or math.inf  # None: the deadline alone
         self._pool = ConnectionPool(config.max_pool_connections, *longest_s)
@@ -168,7 +172,6 @@ class ThreadBodies:
                     raise
                 check_expected(path, 0, len(buffer))
                 return
-            refuse_page(answer)
             check_expected(path, whole_bytes(answer), len(buffer))
             if call.answer is None:
                 raise RuntimeError("botocore sent a request by itself: its event before-send is not what it was")
@@ -180,7 +183,7 @@ class ThreadBodies:
         with BufferLoan(data) as loan, self._calling(_BlobCall(self._deadline(), LoanBody(loan), data)) as call:
             for left in reversed(range(CREATE_TRIES)):
                 try:
-                    refuse_page(self._ask("put_object", Key=key, Body=call.body, **condition))
+                    self._ask("put_object", Key=key, Body=call.body, **condition)
                     return
                 except OSError as exc:
                     if call.unclear_count and is_taken(exc):
@@ -198,13 +201,16 @@ class ThreadBodies:
         """Have botocore make a request, and try it again if it must.
 
         Raises:
+            NotAStore: Somebody else answered.
             OSError: The store refused; botocore's ClientError is the cause.
         """
         try:
-            return getattr(self._client, method)(Bucket=self._bucket, **self._extra[method], **arguments)
+            answer = getattr(self._client, method)(Bucket=self._bucket, **self._extra[method], **arguments)
         except ClientError as exc:
             refuse_nobodys(exc, method)
             raise translate_boto_error(exc) from exc
+        check_answer(method, answer, self._marks)
+        return answer
 
     @contextmanager
     def _calling(self, call: _BlobCall) -> Iterator[_BlobCall]:
@@ -310,7 +316,8 @@ def _parsed_headers(method: str, response: http.client.HTTPResponse) -> Mapping[
     """What botocore is to parse: of a success only what we look at, because its parsing of dates alone takes 0.2 ms."""
     if method == "HEAD" or response.status not in _OK:
         return dict(response.headers)
-    return {name: value for name in _PARSED if (value := response.headers.get(name))}
+    found = {name: value for name in _PARSED if (value := response.headers.get(name))}
+    return found if "ETag" in found else dict(response.headers)  # to tell whose answer it is
 
 
 def _shown(request: AWSPreparedRequest) -> str:
