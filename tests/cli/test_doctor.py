@@ -612,6 +612,37 @@ def test_where_credentials_come_from_is_said_in_words(
     assert "hidden" not in finding.text + finding.hint
 
 
+@pytest.mark.parametrize("where", ["option", "environment", "connection string"])
+@pytest.mark.parametrize(
+    ("end", "status", "text"),
+    [
+        ("2026-01-01T00%3A00%3A00Z", "error", "the SAS token ended at 2026-01-01 00:00 UTC"),
+        (time.strftime("%Y-%m-%d", time.gmtime(time.time() + 3 * 86400)), "warning", "the SAS token ends at "),
+        ("2999-01-01T00:00:00Z", "ok", "from "),
+        ("soon", "ok", "from "),
+    ],
+)
+def test_a_sas_token_that_ends_is_told(
+    monkeypatch: pytest.MonkeyPatch, where: str, end: str, status: str, text: str
+) -> None:
+    """A store says of it what it says of any that it refuses, and a server reads it once."""
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    token, options = f"sv=2022-11-02&se={end}&sig=hidden", {"account_name": "a"}
+    if where == "option":
+        options["sas_token"] = f"?{token}"
+    elif where == "environment":
+        monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", token)
+    else:
+        options = {"connection_string": f"BlobEndpoint=https://a.example.org;SharedAccessSignature={token}"}
+    config = Config.from_mapping({"storage_uri": "az://container/p", "storage_options": options})
+    (finding,) = doctor_object._credentials(config)
+    assert finding.status == status and text in finding.text and "hidden" not in finding.text
+    if where == "environment":
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "hidden")  # which comes first
+        assert doctor_object._credentials(config)[0].status == "ok"
+
+
 @pytest.mark.parametrize(
     ("endpoint", "status", "text"),
     [

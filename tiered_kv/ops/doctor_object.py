@@ -10,10 +10,11 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from tiered_kv.config import Config, size_text
 from tiered_kv.engine.clock import SystemClock
@@ -162,6 +163,12 @@ def _google_credentials(options: Mapping[str, object]) -> DoctorFinding:
 
 def _azure_credentials(options: Mapping[str, object]) -> DoctorFinding:
     """In the order in which adlfs looks."""
+    ends_s = _sas_end(options)
+    if ends_s is not None and ends_s - time.time() < SAS_ENDS_SOON_S:
+        shown = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends_s))
+        if ends_s < time.time():
+            return error("credentials", f"the SAS token ended at {shown}", "replace it; servers read it as they start")
+        return warning("credentials", f"the SAS token ends at {shown}", "replace it, and restart servers, before that")
     named = [name for name in ("connection_string", "account_key", "sas_token", "client_secret") if name in options]
     if named:
         return ok("credentials", f"from {' and '.join(named)} of storage_options or the URI")
@@ -170,6 +177,26 @@ def _azure_credentials(options: Mapping[str, object]) -> DoctorFinding:
     if found:
         return ok("credentials", f"from {' and '.join(found)} in the environment")
     return ok("credentials", "none named: from a managed identity or Azure's command line, if there is one")
+
+
+SAS_ENDS_SOON_S: Final = 7 * 86400.0
+
+
+def _sas_end(options: Mapping[str, object]) -> float | None:
+    """When the SAS token in use ends; None: there is none, or it does not say."""
+
+    def given(name: str) -> str:
+        return str(options.get(name) or os.environ.get(f"AZURE_STORAGE_{name.upper()}", ""))
+
+    if connection := given("connection_string"):
+        token = next(iter(re.findall(r"(?:^|;)\s*SharedAccessSignature=([^;]*)", connection)), "")
+    else:
+        token = "" if given("account_key") else given("sas_token")
+    try:
+        end = datetime.fromisoformat(parse_qs(token.lstrip("?")).get("se", [""])[0])
+    except ValueError:
+        return None
+    return (end if end.tzinfo else end.replace(tzinfo=UTC)).timestamp()
 
 
 CLOUDS: Final = {"s3": "Amazon S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
