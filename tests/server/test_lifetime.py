@@ -230,6 +230,21 @@ def test_a_log_of_somebody_else_is_not_written_to(root: Path) -> None:
     hello(settings(root)).close()
 
 
+def test_a_log_that_is_moved_away_or_removed_is_begun_anew(served: Path) -> None:
+    log, moved = served / "server.log", served.with_name("server.log-20261127")
+    for move in (lambda: log.rename(moved), log.unlink):
+        move()
+        SmallEngine.start(settings(served), "one").close()
+        wait_for(lambda: log.exists() and "session over. engine=one" in log.read_text(), "the next log's first lines")
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert "engine=one" not in moved.read_text()
+    log.unlink()
+    log.write_bytes(b"127.0.0.1 - - GET / HTTP/1.1\n")
+    SmallEngine.start(settings(served), "two").close()
+    wait_for(lambda: not figures(served)["sessions"], "the session's end")
+    assert log.read_bytes() == b"127.0.0.1 - - GET / HTTP/1.1\n", "somebody else's"
+
+
 def test_a_directory_that_is_not_ours_is_refused_to_an_engine_and_not_even_logged_into(root: Path) -> None:
     (root / "tmp").mkdir(parents=True)
     (root / "tmp" / "x").touch()

@@ -61,9 +61,28 @@ def _refuse_foreign(path: Path) -> None:
 
 
 class _PrivateLog(logging.handlers.RotatingFileHandler):
-    """A log for this user alone, also after it was rotated, and never one through which another file is written."""
+    """A log for this user alone, also after it was rotated, and never one through which another file is written.
+
+    Where somebody moves the file away or removes it, as a rotation of all logs does, the next line begins another.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = self.stream
+        if stream is not None and not self._is_there(stream):
+            self.stream = None  # type: ignore[assignment]  # as the rotation does: opened for the next record
+            stream.close()
+        super().emit(record)
+
+    def _is_there(self, stream: io.TextIOWrapper) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.baseFilename, follow_symlinks=False), os.fstat(stream.fileno()))
+        except FileNotFoundError:
+            return False
+        except OSError:  # the medium does not answer: no reason to begin another
+            return True
 
     def _open(self) -> io.TextIOWrapper:
+        _refuse_foreign(Path(self.baseFilename))
         return open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=_open_private)
 
 
