@@ -208,6 +208,25 @@ def test_a_verb_does_without_streams_that_its_starter_closed(tmp_path: Path, clo
             assert done.stdout == "", "an error is no result"
 
 
+def test_an_error_log_on_a_full_disk_keeps_no_verb_from_making_room(tmp_path: Path) -> None:
+    """`evict ... 2>>/var/log/evict.log`, and /var is what is full: it ended before it removed anything."""
+    tier = directory_tier(tmp_path / "kv")
+    with tier.open() as storage:
+        Model().store(storage, tokens(1, 3))
+    (tmp_path / "kv" / "pins.json").write_text("{}")  # is told, and `--tag` needs no pins
+    for arguments, code in (
+        (("evict", tier.uri, "--tag", "nobody", "--yes"), 0),
+        (("ls", tier.uri, "--limit", "1"), 0),
+        (("ls", "file:///no"), 2),
+        (("evict", tier.uri, "--all"), 5),
+        (("verify", tier.uri, "--sample", "0%"), 2),
+    ):
+        words = [sys.executable, "-m", "tiered_kv.cli", *arguments]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(words, stdout=subprocess.PIPE, stderr=full, text=True, check=False, timeout=60)
+        assert done.returncode == code, (arguments, done)
+
+
 @pytest.mark.parametrize(
     ("output", "expected"), [("full", "tiered-kv: [Errno 28] No space left on device\n"), ("", "")]
 )

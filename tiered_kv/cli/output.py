@@ -7,7 +7,7 @@ pipe they are plain columns that no width cuts. Exit codes are part of the inter
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import typer
@@ -37,13 +37,17 @@ def exit_codes() -> Iterator[None]:
 
 
 def _ended(code: int, exc: Exception) -> typer.Exit:
-    print(f"tiered-kv: {plain(exc)}", file=sys.stderr, flush=True)
+    note(str(exc))
     return typer.Exit(code)
 
 
 def note(text: str) -> None:
-    """Tell people something beside the result."""
-    print(f"tiered-kv: {plain(text)}", file=sys.stderr, flush=True)
+    """Tell people something beside the result.
+
+    What standard error does not take ends no verb: it may be a log on the disk that the verb is to make room on.
+    """
+    with suppress(OSError):
+        print(f"tiered-kv: {plain(text)}", file=sys.stderr, flush=True)
 
 
 def plain(value: object) -> str:
