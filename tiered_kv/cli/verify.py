@@ -142,8 +142,9 @@ def verify(
 
 def _repair(storage: Storage, content: Content, found: Scrub, *, is_confirmed: bool) -> Repair:
     if found.corrupt:
+        what = counted(len(found.corrupt), "corrupt blob")
         size = size_text(sum(bad.size_bytes for bad in found.corrupt))
-        confirm(f"{_blobs(len(found.corrupt))}, {size}, to go from {storage.uri}. Go on?", is_confirmed=is_confirmed)
+        confirm(f"{what}, {size}, to go from {storage.uri}. Go on?", is_confirmed=is_confirmed)
     with progress("repairing") as tick:
         done = remove_corrupt(storage, content, found, tick)
     if done.problem:
@@ -179,15 +180,11 @@ def _show_end(report: VerifyReport) -> None:
             print("--repair removes what is corrupt")
         return
     left = [bad for bad in report.bad if not bad.is_mended]
-    print(f"removed {_blobs(report.removed)}, {size_text(report.removed_bytes)}")
+    print(f"removed {counted(report.removed, 'corrupt blob')}, {size_text(report.removed_bytes)}")
     if stuck := sum(bad.reason in CORRUPT for bad in left):
-        print(f"{_blobs(stuck)} could not be removed, or may be the right one of two")
+        print(f"{counted(stuck, 'corrupt blob')} could not be removed, or may be the right one of two")
     if len(left) > stuck:
         print(f"{len(left) - stuck} not removed: it may be somebody's data, or may be mended in another way")
-
-
-def _blobs(count: int) -> str:
-    return f"{count} corrupt blob{'' if count == 1 else 's'}"
 
 
 def _report(storage: Storage, content: Content, choice: Choice, found: Scrub, done: Repair | None) -> VerifyReport:

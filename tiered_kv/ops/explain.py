@@ -31,7 +31,7 @@ from tiered_kv.ops.findings import NO_HITS
 from tiered_kv.ops.prompts import prompt_keys
 from tiered_kv.ops.report import Report
 from tiered_kv.ops.storage import Content, NamespaceRecord, Progress, Reader, StoredBlob, is_private, no_progress
-from tiered_kv.ops.text import without_paths
+from tiered_kv.ops.text import counted, without_paths
 
 DIFFERENCES_MAX: Final = 50
 
@@ -553,21 +553,17 @@ def _first_miss(index: int, state: tuple[State, str], siblings: int, behind: int
     if kind is not State.MISSING or reason:
         return f"{text}; the first miss, everything behind it is computed again"
     if behind:
-        return f"{text}: evicted or deleted; {_chunks(behind)} of this prompt behind it can be reached no more"
+        return f"{text}: evicted or deleted; {counted(behind, 'chunk')} of this prompt behind it can be reached no more"
     if siblings and index:
-        return f"{text}: first diverging chunk; other prompts continue here with {_chunks(siblings, 'other ')}"
+        return f"{text}: first diverging chunk; other prompts continue here with {counted(siblings, 'other chunk')}"
     if siblings:
         return (
-            f"{text}: it diverges in its first chunk; other prompts begin with {_chunks(siblings, 'other ')} "
+            f"{text}: it diverges in its first chunk; other prompts begin with {counted(siblings, 'other chunk')} "
             "(a salt, a LoRA adapter or an image changes the keys from here on)"
         )
     if index:
         return f"{text}: nothing was ever stored behind the chunk before it, or it was evicted"
     return f"{text}: no prompt of this namespace is stored here"
-
-
-def _chunks(count: int, word: str = "") -> str:
-    return f"{count} {word}chunk{'' if count == 1 else 's'}"
 
 
 # -- what of it an engine is offered -----------------------------------------------------------------------------------
