@@ -172,11 +172,13 @@ def test_gc_beside_a_server_takes_retired_namespaces_and_leaves_those_in_use(eng
 
     code, report = place.run("gc", "--yes", "--dead-after", "1s", "--temp-older-than", "1s")
     assert (code, report["items"]) == (0, []), "the other engine uses the retired namespace still"
+    assert report["notes"] == [], "nothing was left for a time without a server"
     other.close()
     poll_until(engine.client, lambda: len(figures(root)["sessions"]) == 1, "the other engine's end")
     code, report = place.run("gc", "--yes", "--dead-after", "1s")
     (item,) = report["items"]
     assert (item["kind"], item["namespace"], item["count"], item["removed"]) == ("retired", retired.hex(), 9, 9)
+    assert report["notes"] == ["a server runs: records and directories of dead namespaces are left until none does"]
     with place.open() as storage:
         assert {blob.name.namespace for blob in storage.look().blobs} == {private}
     empty_memory(root)

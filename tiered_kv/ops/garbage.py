@@ -134,7 +134,7 @@ def find(storage: Storage, content: Content, ages: MinimumAges, now_s: float) ->
     found.items += _partial(content, gone, now_s)
     found.items += _temp(content, ages, found, now_s, is_served=is_served)
     found.items += dead
-    if is_served:
+    if is_served and dead:
         found.items = [item for item in found.items if item.kind != "empty"]
         found.notes.append("a server runs: records and directories of dead namespaces are left until none does")
     order = list(KINDS)
