@@ -143,8 +143,8 @@ def _environments_credentials() -> DoctorFinding:
         environment.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
         environment.get("AWS_CONFIG_FILE", "~/.aws/config"),
     )
-    # An empty name is a directory, and no file. Of a user without name and home, as containers have them, Path.expanduser
-    # raises; botocore takes what this gives.
+    # An empty name is a directory, and no file. Of a user without name and home, as containers have them,
+    # Path.expanduser raises; botocore takes what this gives.
     if any(Path(os.path.expanduser(name)).is_file() for name in files):
         return ok("credentials", "from the user's AWS configuration files")
     return ok("credentials", "none named: from the role of the container or instance, if it has one")
