@@ -173,7 +173,7 @@ def read(peer, engine, index, first_token=0):
     buffer = bytearray(size_of(engine))
     name = name_of(engine, index, first_token)
     with peer._guarded():
-        return buffer if peer._read(name, memoryview(buffer), Deadline(10.0)) else None
+        return buffer if peer._read(name, memoryview(buffer), Deadline(10.0), lambda _: None) else None
 
 
 def name_of(engine, index, first_token=0):

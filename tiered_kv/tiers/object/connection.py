@@ -19,7 +19,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -119,8 +119,12 @@ class Wire:
         except (BlockingIOError, TimeoutError) as exc:
             raise self._over() from exc
 
-    def fill(self, view: memoryview) -> int:
-        """Read until ``view`` is full or the stream ends: the number of bytes read."""
+    def fill(self, view: memoryview, on_piece: Callable[[int], object] = lambda _: None) -> int:
+        """Read until ``view`` is full or the stream ends: the number of bytes read.
+
+        Args:
+            on_piece: Told how many of them are there whenever more are; once, unless they come encrypted.
+        """
         self.acknowledge()
         offset = self.reader.readinto1(view)  # what came together with the head
         while 0 < offset < len(view):
@@ -129,6 +133,7 @@ class Wire:
             if count == 0:
                 break
             offset += count
+            on_piece(offset)
         return offset
 
     def acknowledge(self) -> None:

@@ -92,21 +92,22 @@ class Peer:
         if not self._reads.acquire(timeout=max(deadline.left_s(), 0)):
             raise TierUnavailable(f"no turn to read from the peer in time. peer={self.url}")
         try:
+            check = BlobCheck(form, buffer)
             with self._guarded():
-                found = self._read(name, buffer, deadline)
+                found = self._read(name, buffer, deadline, check.advance)
         finally:
             self._reads.release()
         if not found:
             return False
         try:
-            BlobCheck(form, buffer).finish(name.key, None)
+            check.finish(name.key, None)
         except (ChunkCorrupt, ChunkMismatch) as exc:
             self._lied(exc)
             raise
         self.breaker.succeeded(_VERIFY)
         return True
 
-    def _read(self, name: BlobName, buffer: memoryview, deadline: Deadline) -> bool:
+    def _read(self, name: BlobName, buffer: memoryview, deadline: Deadline, on_piece: Callable[[int], object]) -> bool:
         target = f"{BLOBS_PATH}/{name.namespace.hex()}/{name.key.hex()}"
         with self._answer("GET", target, deadline) as (response, connection):
             if response is None:
@@ -115,7 +116,7 @@ class Peer:
                 exc = ChunkCorrupt(f"a peer's blob has the wrong size. peer={self.url} observed={response.length}")
                 self._lied(exc)
                 raise exc
-            count = connection.wire.fill(buffer)
+            count = connection.wire.fill(buffer, on_piece)
             if count != len(buffer):
                 raise http.client.IncompleteRead(b"", len(buffer) - count)
         return True
