@@ -1,6 +1,7 @@
 """What docs/security.md promises of code, files, names and sockets; other promises have tests beside their parts."""
 
 import ast
+import logging
 import os
 import re
 import stat
@@ -215,6 +216,16 @@ def test_a_log_stays_private_when_it_is_rotated_and_is_no_way_out(tmp_path: Path
             _PrivateLog(place)
         place.unlink()
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_log_that_is_removed_from_a_full_disk_stops_nobody(tmp_path: Path) -> None:
+    log = _PrivateLog(tmp_path / "server.log", maxBytes=1000, backupCount=1)
+    log.stream.close()
+    log.stream = Path("/dev/full").open("a", encoding="utf-8")
+    log.stream.write("what the disk did not take\n")  # closing it fails therefore
+    log.emit(logging.makeLogRecord({"msg": "what came later"}))
+    log.close()
+    assert (tmp_path / "server.log").read_text() == "what came later\n"
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -326,9 +326,7 @@ def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
     for name, value in checked.items():
         if name not in known:
             raise ConfigError(f"setting storage_options: {_unknown(name, known)}")
-        if (
-            value == "" and name != "token"
-        ):  # one half of the requests would be signed with nothing, the other without it
+        if value == "" and name != "token":  # some requests would be signed with nothing, and others without it
             raise ConfigError(f"option {name} of storage_uri: it is empty; give it a value, or leave it out")
         if name in ("anon", "verify") and isinstance(value, str):
             read = BOOLEANS.get(value.lower(), value if name == "verify" else None)

@@ -6,6 +6,7 @@ ends with its last client. ``tiered-kv serve`` calls :func:`tiered_kv.server.com
 It answers one line: ``ready``, ``locked <who>`` or ``error <why>``.
 """
 
+import contextlib
 import errno
 import gc
 import io
@@ -69,8 +70,9 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         stream = self.stream
         if stream is not None and not self._is_there(stream):
-            self.stream = None  # type: ignore[assignment]  # as the rotation does: opened for the next record
-            stream.close()
+            self.stream = None  # as the rotation does: opened for the next record
+            with contextlib.suppress(OSError):  # what a full disk did not take of it is lost with it
+                stream.close()
         super().emit(record)
 
     def _is_there(self, stream: io.TextIOWrapper) -> bool:
