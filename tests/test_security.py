@@ -221,7 +221,7 @@ def test_a_log_stays_private_when_it_is_rotated_and_is_no_way_out(tmp_path: Path
 def test_a_log_that_is_removed_from_a_full_disk_stops_nobody(tmp_path: Path) -> None:
     log = _PrivateLog(tmp_path / "server.log", maxBytes=1000, backupCount=1)
     log.stream.close()
-    log.stream = Path("/dev/full").open("a", encoding="utf-8")
+    log.stream = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115 - the handler closes it
     log.stream.write("what the disk did not take\n")  # closing it fails therefore
     log.emit(logging.makeLogRecord({"msg": "what came later"}))
     log.close()
