@@ -1,5 +1,6 @@
-"""What this machine lets a process have, what tells it from others, and a clock that agrees with theirs."""
+"""What this machine lets a process have, what tells it from others, what its children say, and a clock that agrees."""
 
+import logging
 import os
 import re
 import secrets
@@ -9,7 +10,10 @@ import uuid
 import weakref
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Final, Protocol
+
+LINE_BYTES_MAX: Final = 4096
+"""Of what a child says, in one line of our log."""
 
 
 class Forgetful(Protocol):
@@ -33,6 +37,18 @@ def _forget_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def repeat_in_log(said: IO[bytes], log: logging.Logger) -> None:
+    """Log what a child process says on its standard error, until it ends; then close that.
+
+    A server that an engine started has no standard error which anybody reads, and one that logs for machines writes no
+    other lines.
+    """
+    with said:
+        while line := said.readline(LINE_BYTES_MAX):
+            if text := line.decode(errors="replace").strip():
+                log.warning("%s", text)
 
 
 MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))

@@ -1,6 +1,7 @@
 """Two servers with directories of their own: what one has stored, the engine of the other loads through the door."""
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -14,6 +15,7 @@ from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.machines import calls, door_pid, evict, fleet_key, machine, tier
 from tests.kit.server.object_nodes import blob_paths, s3_place
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
+from tests.kit.server.processes import descriptors
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.recorder import Recorder
@@ -48,6 +50,17 @@ def store(engine, first_token=0):
     engine.store(CHUNKS, first_token)
     engine.wait_hits(CHUNKS, first_token)
     wait_written(engine.root)
+
+
+def test_what_a_door_complains_of_stands_in_the_log_of_its_server(producer):
+    """Here that it has no descriptor left for a connection: an engine's server has no standard error."""
+    door, port = door_pid(producer.root), int(producer.url.rpartition(":")[2])
+    resource.prlimit(door, resource.RLIMIT_NOFILE, (descriptors(door), descriptors(door)))
+    log = log_path(producer.root)
+    with socket.create_connection(("127.0.0.1", port)):
+        wait_for(lambda: "a connection could not be accepted" in log.read_text(), "the door's complaint")
+    (line,) = [line for line in log.read_text().splitlines() if "could not be accepted" in line]
+    assert " WARNING tiered_kv.server.door: " in line and "Too many open files" in line
 
 
 def test_a_prefix_that_another_machine_stored_is_loaded_and_kept(producer, consumer):

@@ -23,6 +23,7 @@ import msgspec
 
 from tiered_kv.config import Config, parse_address
 from tiered_kv.errors import ConfigError
+from tiered_kv.machine import repeat_in_log
 from tiered_kv.server.door_blobs import DoorBlobs
 from tiered_kv.server.door_listener import ANSWER_S, Listener
 from tiered_kv.server.door_memory import HostMemory
@@ -181,9 +182,12 @@ class DoorProcess:
             OSError: There is no process to be had, or it ended, or was silent for ``START_S``, before it said anything.
         """
         process = subprocess.Popen(
-            [sys.executable, "-m", "tiered_kv.server.door"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "tiered_kv.server.door"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         timer = threading.Timer(START_S, process.kill)
         try:
             timer.start()
@@ -194,12 +198,14 @@ class DoorProcess:
             word, rest = "", ""
         except RuntimeError as exc:  # no thread for the timer
             _end(process)
+            repeat_in_log(process.stderr, logger)
             raise ChildProcessError(str(exc)) from exc
         finally:
             timer.cancel()
         if word == "ready":
             return process, int(rest)
         _end(process)
+        repeat_in_log(process.stderr, logger)
         if word:
             listen = f"{self._settings.host}:{self._settings.port}"
             raise ConfigError(f"setting peer_listen: the door cannot listen at {listen}: {rest or 'see the log'}")
@@ -210,6 +216,8 @@ class DoorProcess:
         while not self._closing.is_set():
             since_s = time.monotonic()
             if self._process is not None:
+                if self._process.stderr is not None and not self._process.stderr.closed:
+                    repeat_in_log(self._process.stderr, logger)
                 self._process.wait()
             if time.monotonic() - since_s >= RESTART_MAX_S:  # one that is ready and dies is no better than none
                 wait_s = RESTART_S
@@ -231,6 +239,8 @@ class DoorProcess:
         _end(self._process)
         self._thread.join()
         _end(self._process)
+        if self._process is not None and self._process.stderr is not None:
+            self._process.stderr.close()  # of one that was started meanwhile, which nobody has heard
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:

@@ -6,6 +6,7 @@ slot. A lane whose call has missed its deadline is used again only when Mooncake
 Called by ``client.py``.
 """
 
+import logging
 import os
 import socket
 import subprocess
@@ -18,8 +19,11 @@ from typing import Final
 
 import msgspec
 
+from tiered_kv.machine import repeat_in_log
 from tiered_kv.tiers.mooncake.messages import MESSAGE_BYTES_MAX, PoolAnswer, Request, Settings
 from tiered_kv.tiers.object.medium import Deadline
+
+logger = logging.getLogger(__name__)
 
 END_S: Final = 3.0
 """For the process to take back what it gave to the pool; then it is killed."""
@@ -136,9 +140,12 @@ class ClientProcess:
                 [sys.executable, "-m", "tiered_kv.tiers.mooncake.process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 env=environment,
                 pass_fds=theirs,
             )
+            said = self._process.stderr
+            threading.Thread(target=repeat_in_log, args=(said, logger), name="tiered_kv-mooncake", daemon=True).start()
             self._begin(msgspec.structs.replace(settings, lanes=theirs), deadline)
         except BaseException:
             self.kill()
