@@ -29,7 +29,7 @@ from tiered_kv.server.daemonize import detach, let_loop_answer, use_whole_machin
 from tiered_kv.server.directory import ServerInfo, log_path, read_info, server_directory
 from tiered_kv.server.server import Server
 from tiered_kv.tiers.disk.files import make_root, read_head
-from tiered_kv.tiers.disk.marker import claim
+from tiered_kv.tiers.disk.marker import MARKER_FILE, claim
 
 logger = logging.getLogger("tiered_kv.server")
 
@@ -79,7 +79,8 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
         try:
             return os.path.samestat(os.stat(self.baseFilename, follow_symlinks=False), os.fstat(stream.fileno()))
         except FileNotFoundError:
-            return False
+            # Not in a directory that was emptied under us: who owns it next finds nothing of ours in it.
+            return not os.path.lexists(os.path.join(os.path.dirname(self.baseFilename), MARKER_FILE))
         except OSError:  # the medium does not answer: no reason to begin another
             return True
 
