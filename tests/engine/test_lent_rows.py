@@ -141,7 +141,11 @@ def world(tmp_path: FilePath) -> Iterator[RowWorld]:
     made = RowWorld(tmp_path)
     yield made
     made.disk.go_on.set()
+    while made.tiering.pending_writes:
+        made.step()
     assert made.errors.messages == []
+    assert made.lent._open.isdisjoint(made.ends), "uses that are over are remembered"
+    assert not made.engine._row_writes._writes, "writes that are over are remembered"
     made.lent.close()
     made.engine.close()
     made.abandon()
@@ -512,7 +516,10 @@ def test_a_row_that_is_just_being_mapped_when_the_session_ends_is_neither_read_n
     assert world.memory[:] == before
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(region_fd)
+    inode = f" {os.fstat(world.fd).st_ino} "
+    assert FilePath("/proc/self/maps").read_text().count(inode) == 1, "all of the engine's memory stays taken"
     world.engine.close_session(world.session)
+    assert not world.engine._performer.lent
 
 
 def test_a_session_that_ends_lets_go_of_all_rows_at_once(world: RowWorld) -> None:
@@ -591,7 +598,8 @@ def test_a_region_that_cannot_be_mapped_is_refused_before_anything_is_stored_the
 
 
 def test_rows_stay_mapped_between_uses() -> None:
-    fd = os.memfd_create("rows")
+    name = f"rows-{os.urandom(4).hex()}"
+    fd = os.memfd_create(name)
     os.ftruncate(fd, 4 * ROW_BYTES)
     memory = mmap.mmap(fd, 4 * ROW_BYTES)
     watched, lifeline = os.pipe()
@@ -608,6 +616,7 @@ def test_rows_stay_mapped_between_uses() -> None:
         with pytest.raises(RowGone):
             lent.check(use)
         assert memory[(number % 4) * ROW_BYTES : (number % 4 + 1) * ROW_BYTES] == bytes([number]) * ROW_BYTES
+        assert mapped_rows(name) == 1 + min(number + 1, 4), "beside the engine's own mapping, each row once"
     lent.close()
     lent.close()
     os.close(watched)
