@@ -1,4 +1,4 @@
-"""vLLM as people run it: engine core and worker in processes of their own, the connector found by its plugin name."""
+"""vLLM with engine core and worker in processes of their own, as people run it; the connector is found by its name."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kit.server.probe import figures, is_serving, server_pid, wait_ended, wait_for, wait_written
-from tests.kit.vllm.cached_engine import CHUNK, assert_same, settings
+from tests.kit.vllm.cached_engine import CHUNK, assert_same, cached_engine, settings
 from tests.kit.vllm.engine_process import EngineProcess
 from tests.kit.vllm.harness import Answer, generate, random_prompt, running
 
@@ -54,38 +54,37 @@ def whole_chunks(prompts: list[list[int]]) -> list[int]:
 
 
 @pytest.mark.timeout(300)
-def test_second_engine_hits_what_the_first_stored_and_survives_a_killed_server(
-    start: Any, tmp_path: Path, plain: list[Answer]
+def test_an_engine_of_several_processes_outlives_its_server_and_another_hits_what_it_stored(
+    start: Any, tiny_model: Path, tmp_path: Path, plain: list[Answer]
 ) -> None:
+    """From host memory, while the server is killed, from the next server's disk, and in an engine of one process."""
     root = tmp_path / "cache"
     first = start(root)
     cold = answers(first.ask(*PROMPTS, max_tokens=6))
     wait_written(root)
     assert first.reset()
     from_host = answers(first.ask(*PROMPTS, max_tokens=6))
-    first.close()
-    wait_ended(root)
-
-    second = start(root)
-    from_disk = answers(second.ask(*PROMPTS, max_tokens=6))
-    assert second.reset()
-    second.send(*PROMPTS, max_tokens=6)
+    assert first.reset()
+    first.send(*PROMPTS, max_tokens=6)
     os.kill(server_pid(root), signal.SIGKILL)
-    killed = answers(second.receive())
+    killed = answers(first.receive())
 
     def has_session() -> bool:
-        second.ask([5, 6, 7], max_tokens=1)
+        first.ask([5, 6, 7], max_tokens=1)
         return is_serving(root) and [s["state"] for s in figures(root)["sessions"]] == ["ready"]
 
     wait_for(has_session, "a new session")
-    assert second.reset()
-    after = answers(second.ask(*PROMPTS, max_tokens=6))
+    assert first.reset()
+    from_disk = answers(first.ask(*PROMPTS, max_tokens=6))
+    first.close()
+    wait_ended(root)
+    with cached_engine(tiny_model, root) as second:
+        restarted = second.ask(*PROMPTS, max_tokens=6)
 
     assert [a.cached_tokens for a in cold] == [0] * len(PROMPTS)
-    assert [a.cached_tokens for a in from_host] == whole_chunks(PROMPTS)
-    assert [a.cached_tokens for a in from_disk] == whole_chunks(PROMPTS)
-    assert [a.cached_tokens for a in after] == whole_chunks(PROMPTS)
-    for round_ in (cold, from_host, from_disk, killed, after):
+    for hits in (from_host, from_disk, restarted):
+        assert [a.cached_tokens for a in hits] == whole_chunks(PROMPTS)
+    for round_ in (cold, from_host, killed, from_disk, restarted):
         for ours, theirs in zip(round_, plain, strict=True):
             assert ours.finish_reason == "length"
             assert_same(ours, theirs)

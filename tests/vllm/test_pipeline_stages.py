@@ -26,6 +26,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.vllm.cached_engine import settings
+from tests.kit.vllm.starting import models_are_inspected_here
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.vllm.step import BlockRun, ChunkCopy, LoadJob, SaveJob, StepMetadata
@@ -51,11 +52,12 @@ def pipeline_config(folder: Path, root: Path) -> Any:
         kv_role="kv_both",
         kv_connector_extra_config=settings(root, chunk_tokens=CHUNK, host_bytes="64MiB"),
     )
-    config = EngineArgs(
-        model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=256, block_size=BLOCK,
-        num_gpu_blocks_override=BLOCKS, pipeline_parallel_size=2, distributed_executor_backend="mp",
-        kv_transfer_config=transfer,
-    ).create_engine_config()  # fmt: skip
+    with models_are_inspected_here():
+        config = EngineArgs(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=256, block_size=BLOCK,
+            num_gpu_blocks_override=BLOCKS, pipeline_parallel_size=2, distributed_executor_backend="mp",
+            kv_transfer_config=transfer,
+        ).create_engine_config()  # fmt: skip
     config.cache_config.kv_cache_layout = "LBHNC"
     layer = SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend)
     for number in range(5):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kit.samples.model_configs import KNOWN
-from tests.kit.vllm.harness import models_are_inspected_here
+from tests.kit.vllm.starting import models_are_inspected_here
 from tiered_kv.chunks.geometry import ChunkGeometry
 from tiered_kv.vllm.kv_groups import CacheGroups
 from tiered_kv.vllm.kv_layout import rank_pages

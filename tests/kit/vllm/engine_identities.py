@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode
 
+from tests.kit.vllm.starting import models_are_inspected_here
 from tiered_kv.keys.namespace import FORMAT_VERSION, Namespace, diff
 from tiered_kv.server import protocol as m
 from tiered_kv.server.members import namespace_of
@@ -55,7 +56,9 @@ def engine_config(folder: Path, **arguments: Any) -> Any:
     )  # fmt: skip
     config.save_pretrained(folder)
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512, "block_size": 32}
-    return with_backend(EngineArgs(model=str(folder), **defaults | arguments).create_engine_config(), "CPU_ATTN")
+    with models_are_inspected_here():
+        made = EngineArgs(model=str(folder), **defaults | arguments).create_engine_config()
+    return with_backend(made, "CPU_ATTN")
 
 
 def with_backend(vllm_config: Any, name: str, **attributes: Any) -> Any:

@@ -13,14 +13,15 @@ from typing import Any, TextIO
 
 from tests.kit.line_process import LineProcess
 from tests.kit.module_process import module_command, module_environment
+from tests.kit.vllm.starting import import_vllm, processes_are_forked
 
 IN_ONE_PROCESS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-"""Environment of an engine that is to be another process than the test's, no more: without it vLLM is imported three
-times, by the frontend, the engine core and the worker. Such an engine's answer is out when its stores are committed."""
+"""Environment of an engine that is to be another process than the test's, no more: without it there are three, the
+frontend, the engine core and the worker. Such an engine's answer is out when its stores are committed."""
 
 
 class EngineProcess(LineProcess):
@@ -28,6 +29,7 @@ class EngineProcess(LineProcess):
 
     def __init__(self, model: Path, connector: dict[str, Any], log: Path, **options: Any) -> None:
         environment = module_environment(
+            OMP_NUM_THREADS="1",  # or none of its processes could be forked
             VLLM_ENABLE_V1_MULTIPROCESSING="1",
             TORCH_COMPILE_DISABLE="1",
             VLLM_NO_USAGE_STATS="1",
@@ -92,6 +94,7 @@ def _tell(answers: TextIO, message: Any) -> None:
 
 
 def _start(settings: dict[str, Any]) -> Any:
+    import_vllm()
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -110,7 +113,8 @@ def _start(settings: dict[str, Any]) -> Any:
     transfer = KVTransferConfig(  # by the plugin's name alone, as users write it
         kv_connector=name, kv_role=settings["role"], kv_connector_extra_config=settings["connector"]
     )
-    return LLM(model=settings["model"], kv_transfer_config=transfer, **(options | settings["options"]))
+    with processes_are_forked():
+        return LLM(model=settings["model"], kv_transfer_config=transfer, **(options | settings["options"]))
 
 
 def _ask(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:

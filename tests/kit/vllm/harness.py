@@ -5,7 +5,6 @@ it sets the environment that vLLM reads once. vLLM and torch are imported on the
 quick. Called by tests marked ``vllm`` only.
 """
 
-import functools
 import gc
 import os
 import random
@@ -18,6 +17,8 @@ from typing import Any
 from unittest import mock
 
 import xxhash
+
+from tests.kit.vllm.starting import import_vllm, models_are_inspected_here
 
 ENVIRONMENT = {
     # Scheduler, worker and test in one process: an engine starts in 1 s instead of 15 and its insides can be read.
@@ -67,6 +68,7 @@ def make_llm(model: Path, connector: Mapping[str, Any] | None = None, **override
 
     End it with ``close_llm``. ``overrides`` are vLLM's own engine arguments and win over the defaults here.
     """
+    import_vllm()
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -92,7 +94,6 @@ def make_llm(model: Path, connector: Mapping[str, Any] | None = None, **override
             kv_role="kv_both",
             kv_connector_extra_config=dict(connector),
         )
-    _freeze_modules()
     options |= overrides
     try:
         is_async = bool(options.get("async_scheduling"))
@@ -116,25 +117,6 @@ def close_llm(llm: Any) -> None:
     with _modules_stay_frozen():
         llm.llm_engine.engine_core.shutdown()
     gc.collect()
-
-
-@functools.cache
-def _freeze_modules() -> None:
-    """Keep the garbage collector from the objects of torch's and vLLM's modules, 600,000, once per process.
-
-    vLLM collects all garbage five times per start and once per end, and we do once more. Among these objects each takes
-    0.25 to 0.5 s, which was two thirds of a start.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-def models_are_inspected_here() -> Any:
-    """Keep vLLM from a process that imports it all again to look at a class of models, for each the first time.
-
-    It is afraid of CUDA, which no test has. What it finds it keeps in the user's cache, which a new machine lacks.
-    """
-    return mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda inspect: inspect())
 
 
 _replaced: list[bool] = []  # one, once an engine of this process has replaced Triton's kernels

@@ -13,13 +13,16 @@ from typing import Any
 
 from tests.kit.line_process import LineProcess
 from tests.kit.module_process import module_command, module_environment
+from tests.kit.vllm.starting import import_vllm, processes_are_forked
 
 
 class Replicas(LineProcess):
     """Two replicas in processes of their own."""
 
     def __init__(self, model: Path, connector: dict[str, Any], log: Path) -> None:
-        environment = module_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        environment = module_environment(
+            OMP_NUM_THREADS="1", VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
+        )
         settings = {"model": str(model), "connector": connector}
         super().__init__(module_command(__name__), log, environment, settings)
 
@@ -46,6 +49,7 @@ def _main() -> None:
 
 
 def _start(settings: dict[str, Any]) -> Any:
+    import_vllm()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -64,7 +68,8 @@ def _start(settings: dict[str, Any]) -> Any:
         kv_cache_memory_bytes=256 * 1024 * 1024,  # as harness.py has it
         kv_transfer_config=transfer(settings["connector"]),
     )
-    return AsyncLLM.from_engine_args(arguments)
+    with processes_are_forked():
+        return AsyncLLM.from_engine_args(arguments)
 
 
 async def _ask(engine: Any, command: dict[str, Any]) -> dict[str, Any]:

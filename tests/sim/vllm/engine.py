@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.kit.vllm.starting import models_are_inspected_here
 from tests.sim.vllm import families
 from tests.sim.vllm.accounts import StoreAccounts
 from tests.sim.vllm.families import BLOCK_TOKENS, LARGE_BLOCK_TOKENS
@@ -399,24 +400,25 @@ def _config(setup: Setup) -> Any:
         }  # fmt: skip
         if method != "mtp":
             drafts["model"] = str(Path((_eagle_folder() if method == "eagle" else _model_folder()).name))
-    config = EngineArgs(
-        model=str(Path((_mtp_folder() if method == "mtp" else _model_folder()).name)),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=setup.requests_max,
-        max_num_batched_tokens=setup.token_budget + setup.draft_tokens * setup.requests_max,
-        num_gpu_blocks_override=setup.pool_blocks,
-        tensor_parallel_size=setup.ranks,
-        distributed_executor_backend="mp",
-        enable_prefix_caching=setup.has_prefix_caching,
-        prefix_caching_hash_algo=setup.block_hash,
-        scheduling_policy=setup.policy,
-        disable_hybrid_kv_cache_manager=not setup.is_hybrid,
-        speculative_config=drafts if setup.draft_tokens else None,
-        async_scheduling=False,
-        kv_transfer_config=_transfer(setup),
-    ).create_engine_config()
+    with models_are_inspected_here():
+        config = EngineArgs(
+            model=str(Path((_mtp_folder() if method == "mtp" else _model_folder()).name)),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=setup.requests_max,
+            max_num_batched_tokens=setup.token_budget + setup.draft_tokens * setup.requests_max,
+            num_gpu_blocks_override=setup.pool_blocks,
+            tensor_parallel_size=setup.ranks,
+            distributed_executor_backend="mp",
+            enable_prefix_caching=setup.has_prefix_caching,
+            prefix_caching_hash_algo=setup.block_hash,
+            scheduling_policy=setup.policy,
+            disable_hybrid_kv_cache_manager=not setup.is_hybrid,
+            speculative_config=drafts if setup.draft_tokens else None,
+            async_scheduling=False,
+            kv_transfer_config=_transfer(setup),
+        ).create_engine_config()
     # The CPU backend takes other block sizes and layouts, and no async scheduling with n-grams; the schedulers do.
     config.scheduler_config.async_scheduling = setup.is_async
     config.cache_config.block_size = setup.block_tokens
