@@ -207,6 +207,7 @@ def test_a_consumer_loads_what_is_in_the_producers_memory_alone(
 
 def with_a_door_that(one: Path, other: Path, consumer: CachedEngine, gets: signal.Signals) -> list[Answer]:
     """What a consumer that has nothing itself answers after its peer's door got a signal."""
+    wait_written(other)  # what is being written is on its disk only after it was emptied
     for tier in ("host", "disk"):
         evict(other, tier)
     os.kill(door_pid(one), gets)
