@@ -10,6 +10,7 @@ import uuid
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.kit.counts import only_in_proofs
 from tests.kit.fake_clock import FakeClock
 from tests.kit.faults.proxy import FaultProxy
 from tests.kit.storage.wrapped_tiers import WRAPPINGS
@@ -25,6 +26,7 @@ from tiered_kv.tiers.object.tier import DESCRIBED_CHECK_S, ObjectTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 CHAIN = SampleChain()
+ONE_BY_ONE = sorted(WRAPPINGS.keys() - {"bare", "all"})
 
 
 class _ObjectContract(TierContract):
@@ -89,6 +91,12 @@ class TestCephFS(_ObjectContract):
 
 
 class TestS3(_ObjectContract):
+    """Bare and under all wrappers together; under each by itself, as in memory and in a directory, with the proofs."""
+
+    @pytest.fixture(autouse=True, params=["bare", "all", *(pytest.param(w, marks=only_in_proofs) for w in ONE_BY_ONE)])
+    def wrapping(self, request):
+        self.wrap = WRAPPINGS[request.param]
+
     @pytest.fixture(autouse=True)
     def server(self, s3):
         self.s3 = s3
@@ -113,7 +121,7 @@ class TestS3(_ObjectContract):
 
 
 class _ServedContract(_ObjectContract):
-    """On a server of another store, under all wrappers together: bare and one by one they are tried on Ceph's."""
+    """On a server of another store, under all wrappers together: bare it is tried on Ceph's."""
 
     kind: str
 
