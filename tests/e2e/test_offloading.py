@@ -227,7 +227,7 @@ def test_rows_computed_without_the_draft_are_not_stored(tiny_model: Path, plain:
     assert_same(found[0], alone)
 
 
-@pytest.mark.timeout(600)  # three processes that import vLLM, beside other engines
+@pytest.mark.timeout(600)  # three processes, beside other engines
 def test_an_engine_of_several_processes_is_joined_by_its_workers_word(
     tiny_model: Path, plain: list[Answer], root: Path, tmp_path: Path
 ) -> None:
