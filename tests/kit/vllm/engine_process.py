@@ -8,7 +8,6 @@ Run as a module: settings as JSON in the first line of standard input, then one 
 import json
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -114,9 +113,7 @@ def _start(settings: dict[str, Any]) -> Any:
     transfer = KVTransferConfig(  # by the plugin's name alone, as users write it
         kv_connector=name, kv_role=settings["role"], kv_connector_extra_config=settings["connector"]
     )
-    # Ranks unlink their shared memory as a process ends that was spawned; one that was forked ends without.
-    has_ranks = {"tensor_parallel_size", "pipeline_parallel_size"} & settings["options"].keys()
-    with nullcontext() if has_ranks else processes_are_forked():
+    with processes_are_forked():
         return LLM(model=settings["model"], kv_transfer_config=transfer, **(options | settings["options"]))
 
 

@@ -43,7 +43,7 @@ def processes_are_forked() -> Iterator[None]:
 
     vLLM's CPU platform has all of them spawned, because of OpenMP, and each then imports vLLM again, 8 to 16 s of CPU:
     two for an engine of one rank, five for two replicas. No thread of OpenMP runs before these forks. Engines that
-    spawn as users' do: those of several ranks, ``make serve`` (``tests/e2e/test_served.py``) and ``make demo``.
+    spawn as users' do: ``make serve`` (``tests/e2e/test_served.py``) and ``make demo``.
     """
     import_vllm()
     from vllm.platforms.cpu import CpuPlatform
