@@ -19,6 +19,6 @@ def seed() -> int:
 
 
 only_in_proofs = pytest.mark.skipif(
-    not count("MODELS", 0), reason="minutes of engine starts: runs under make prove, or with TIERED_KV_MODELS=1"
+    not count("MODELS", 0), reason="minutes of engine or store: runs under make prove, or with TIERED_KV_MODELS=1"
 )
 """For tests of a path that others prove more cheaply."""
