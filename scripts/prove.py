@@ -130,7 +130,7 @@ SECTIONS = (
     *ALONE,
     Section("simulation", ("scripts/simulate.py",), {"SCHEDULES": 10_000}, result="build/simulate.json"),
     rest("unit", "not vllm and not slow", *BY_TWO, EXAMPLES=1000, SEEDS=100, TAIL_KILL_STRIDE=1, MODELS=1),
-    rest("slow", "slow and not vllm", *BY_TWO, EXAMPLES=1000, SEEDS=100, BUCKET_CHAINS=25, MODELS=1),
+    rest("slow", "slow and not vllm", *BY_TWO, EXAMPLES=1000, SEEDS=100, BUCKET_CHAINS=25),
     rest("engines", "vllm and not cores", *BY_TWO, KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64, WHOLE_PROMPTS=20),
     rest("ranks", "cores", KILLS=20, SEEDS=20, MODELS=1),
     Section("demo", ("demo/run.py",), result="build/demo.json"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from tests.kit.counts import count, only_in_proofs
+from tests.kit.counts import count
 from tests.kit.module_process import module_command, module_environment
 from tests.kit.server import bucket_process
 from tests.kit.server.bucket_process import NAMESPACE, PACE, Order, chain_of
@@ -41,10 +41,6 @@ class Scale:
 
 
 CHAINS = count("BUCKET_CHAINS", 8)  # of each server; 25 under make prove
-PRICIER = sorted({"cephfs", *ATOMIC} - {"gs"})
-"""All that a limit asks of a store is to create what is not there, which the contract shows of each
-(``tests/tiers/test_object_contract.py``); a run takes 15 to 45 s of CPU here, most of it the store's."""
-
 LARGE, SMALL = Scale(CHAINS, CHAINS * 36, 0.02), Scale(5, 180, 0.2)
 
 
@@ -159,7 +155,7 @@ def until(bucket, limit_bytes, condition):
         time.sleep(bucket.pause_s)
 
 
-@pytest.fixture(params=["s3", "gs", *(pytest.param(name, marks=only_in_proofs) for name in PRICIER)])
+@pytest.fixture(params=["s3", "cephfs", *ATOMIC])
 def place(request):
     """An empty prefix in a bucket: how much fits the server, each process's URI, options, and a look from outside."""
     if request.param == "s3":
