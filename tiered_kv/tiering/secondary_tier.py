@@ -616,17 +616,14 @@ class SecondaryTier:
         if keys is None:
             self._pinned = None
             return
-        self.pinned_bytes = 0
         kept: set[Entry] = set()
         for pin in map(self._index.get, keys):
             while pin is not None and pin not in kept:  # of what is kept, all before it is
                 kept.add(pin)
                 pin = self._index.parent(pin)
-        self._pinned = set()
-        for entry in self._index.with_states(kept):
-            self._pinned.add(entry.record.key)
-            if entry in self.order:
-                self.pinned_bytes += entry.blob_bytes[self.number]
+        pinned = self._index.with_states(kept)
+        self._pinned = {entry.record.key for entry in pinned}
+        self.pinned_bytes = sum(entry.blob_bytes[self.number] for entry in pinned)
 
     @property
     def knows_pins(self) -> bool:
