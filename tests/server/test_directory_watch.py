@@ -5,7 +5,8 @@ import subprocess
 from pathlib import Path
 
 from tests.kit.fake_clock import FakeClock
-from tiered_kv.server.directory import YOUNG_S, DirectoryWatch, ServerInfo, hold_arena_lock
+from tests.kit.limits import no_descriptors
+from tiered_kv.server.directory import LOOK_INTERVAL_S, YOUNG_S, DirectoryWatch, ServerInfo, hold_arena_lock
 from tiered_kv.tiers.disk.lock import DirectoryLock
 from tiered_kv.tiers.disk.marker import claim
 
@@ -46,3 +47,13 @@ def test_what_a_server_needs_of_its_directory_never_gets_old(tmp_path: Path) -> 
     finally:
         lock.release()
         os.close(held)
+
+
+def test_a_look_for_which_no_descriptor_is_left_is_not_the_last_one(tmp_path: Path) -> None:
+    clock, info = FakeClock(), ServerInfo("/run/s.sock", os.getpid(), "1", 1, SERVER_ID, "d")
+    watch = DirectoryWatch(tmp_path, info, lambda look: look(), clock.monotonic)
+    with no_descriptors():
+        assert watch.is_found()
+    (tmp_path / "server.json").unlink()
+    clock.advance(LOOK_INTERVAL_S)
+    assert not watch.is_found()

@@ -23,7 +23,7 @@ from tiered_kv.errors import ConfigError, TieredKVError, TierUnavailable
 from tiered_kv.server import compose, server
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.connect import connect, find_server
-from tiered_kv.server.directory import read_info, socket_path
+from tiered_kv.server.directory import make_socket_directory, read_info, socket_place
 from tiered_kv.server.http import ask_figures
 from tiered_kv.server.listening import bind
 from tiered_kv.server.worker_client import WorkerClient
@@ -127,7 +127,7 @@ def test_a_socket_directory_of_other_rights_is_refused(
     place.mkdir(parents=True)
     place.chmod(0o755)
     with pytest.raises(ConfigError, match=r"must belong to this user alone \(mode 0700\).*mode=755"):
-        socket_path(tmp_path)
+        make_socket_directory(socket_place(tmp_path))
 
 
 def test_binding_keeps_its_hands_off_what_is_not_a_dead_socket(runtime_directory: Path) -> None:

@@ -1,9 +1,11 @@
 """The server's socket is removed under it: cleaners of /tmp do that, and the end of a user's last login."""
 
+import errno
 import os
 import shutil
 import signal
 import stat
+import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -11,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.kit.fake_clock import FakeClock
+from tests.kit.limits import no_descriptors
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import figures, is_serving, server_pid, wait_for
 from tests.kit.server.processes import is_alive, start_serve
 from tiered_kv.server.connect import is_answering
-from tiered_kv.server.directory import LOOK_INTERVAL_S, read_info
-from tiered_kv.server.listening import Listening
+from tiered_kv.server.directory import LOOK_INTERVAL_S, read_info, socket_place
+from tiered_kv.server.listening import Listening, bind
 
 EngineStarter = Callable[..., SmallEngine]
 LOST = "cannot be made anew"
@@ -72,15 +75,18 @@ def test_where_it_cannot_be_made_anew_the_log_says_so_and_it_comes_back_when_it_
         assert second.hits(CHUNKS) == CHUNKS
 
 
-def test_what_somebody_else_puts_in_its_place_is_left_alone_while_it_is_there(runtime_directory: Path) -> None:
+def test_what_somebody_else_puts_in_its_place_is_left_alone_while_it_is_there(
+    runtime_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     place, clock = runtime_directory / "ours.sock", FakeClock()
-    with Listening(lambda: place, lambda look: look(), clock.monotonic) as listening:
+    with Listening(place, lambda look: look(), clock.monotonic, is_private=False) as listening:
         place.unlink()
         os.mkfifo(place)
         for _ in range(2):
             clock.advance(LOOK_INTERVAL_S)
             assert listening.anew() is None
         assert stat.S_ISFIFO(place.lstat().st_mode)
+        assert caplog.text.count(LOST) == caplog.text.count("its place is taken") == 1
         place.unlink()
         clock.advance(LOOK_INTERVAL_S)
         listener = listening.anew()
@@ -88,6 +94,77 @@ def test_what_somebody_else_puts_in_its_place_is_left_alone_while_it_is_there(ru
         assert listening.anew() is None, "it is told of once"
         listening.socket.close()
     assert not place.exists() and listener.fileno() == -1
+
+
+def test_another_server_in_its_place_is_left_alone_and_told_of(
+    runtime_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, clock = runtime_directory / "shared.sock", FakeClock()
+    with Listening(place, lambda look: look(), clock.monotonic, is_private=False) as listening:
+        place.unlink()
+        with bind(place):
+            found = place.lstat()
+            assert listening.anew() is None
+            assert caplog.text.count(LOST) == caplog.text.count("its place is taken") == 1
+        assert os.path.samestat(place.lstat(), found)
+        listening.socket.close()
+    assert os.path.samestat(place.lstat(), found), "nor is it removed at the end"
+    place.unlink()
+
+
+def test_a_look_for_which_no_descriptor_is_left_is_not_the_last_one(
+    runtime_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, clock = runtime_directory / "short.sock", FakeClock()
+    with Listening(place, lambda look: look(), clock.monotonic, is_private=False) as listening:
+        place.unlink()
+        with no_descriptors():
+            assert listening.anew() is None
+        assert caplog.text.count(LOST) == caplog.text.count("Too many open files") == 1
+        clock.advance(LOOK_INTERVAL_S)
+        assert listening.anew() is not None and is_answering(str(place))
+        listening.socket.close()
+
+
+def test_a_socket_that_could_not_be_completed_does_not_keep_the_place(
+    runtime_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, clock = runtime_directory / "half.sock", FakeClock()
+
+    def fail(path: Path, mode: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with Listening(place, lambda look: look(), clock.monotonic, is_private=False) as listening:
+        place.unlink()
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "chmod", fail)
+            assert listening.anew() is None
+        assert LOST in caplog.text and not os.path.lexists(place)
+        clock.advance(LOOK_INTERVAL_S)
+        assert listening.anew() is not None and is_answering(str(place))
+        listening.socket.close()
+
+
+def test_after_the_last_login_nothing_is_made_elsewhere_and_the_next_one_brings_it_back(
+    runtime_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    users, clock = runtime_directory / "user", FakeClock()
+    runtime, elsewhere = users / "1000", Path(tempfile.mkdtemp(dir=runtime_directory))
+    runtime.mkdir(0o700, parents=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))  # where a server that starts now would have its socket
+    place = socket_place(tmp_path)
+    with Listening(place, lambda look: look(), clock.monotonic, is_private=True) as listening:
+        shutil.rmtree(users)
+        users.write_text("no user may make it, but root may, who often runs the tests")
+        for _ in range(2):
+            assert listening.anew() is None
+            clock.advance(LOOK_INTERVAL_S)
+        assert caplog.text.count(LOST) == 1 and list(elsewhere.iterdir()) == []
+        users.unlink()
+        runtime.mkdir(0o700, parents=True)
+        assert listening.anew() is not None and is_answering(str(place))
+        listening.socket.close()
 
 
 def test_a_named_socket_is_made_anew(root: Path, runtime_directory: Path) -> None:

@@ -26,7 +26,7 @@ from tiered_kv.server.directory import (
     refuse_foreign_info,
     release_stale_arena_locks,
     server_directory,
-    socket_path,
+    socket_place,
 )
 from tiered_kv.server.epochs import EpochFile, Epochs
 from tiered_kv.server.listening import Listening
@@ -166,7 +166,8 @@ def serve(
         engine, store = build_engine(config, recorder)
         at_end.callback(engine.close)
         submit, monotonic = partial(_in_background, engine), engine.clock.monotonic
-        with Listening(lambda: listen_at or socket_path(root), submit, monotonic) as listening:
+        place = listen_at or socket_place(root)
+        with Listening(place, submit, monotonic, is_private=listen_at is None) as listening:
             sessions = Sessions(engine, _epochs(engine, store, root), _pinning(engine, store, config))
             server = Server(engine, sessions, listening.socket, config, recorder, root=root)
             if on_server is not None:

@@ -124,19 +124,19 @@ def write_info(root: Path, info: ServerInfo) -> None:
     replace_small_file(info_path(root), msgspec.json.encode(info))
 
 
-def socket_path(root: Path) -> Path:
-    """The socket of a directory's server: a short path in a private directory, whatever the directory is called.
+def make_socket_directory(path: Path) -> None:
+    """Make the private directory of the socket ``path``.
 
     Raises:
-        ConfigError: No private directory can be had.
+        ConfigError: It cannot be had.
     """
-    path = socket_place(root)
     _make_private(path.parent, "XDG_RUNTIME_DIR")
-    return path
 
 
 def socket_place(root: Path) -> Path:
-    """Where :func:`socket_path` puts the socket; nothing is made.
+    """The socket of a directory's server: a short path in a private directory, whatever the directory is called.
+
+    Nothing is made.
 
     Raises:
         ConfigError: No directory for it can be written, or all have long paths.
@@ -243,7 +243,10 @@ def keep_young(root: Path) -> None:
     Without a disk tier they often lie in /tmp: a server whose description is taken ends, one whose epochs are taken
     forgets resets, and without a lock an arena that is still mapped is taken for free.
     """
-    for path in (*(root / name for name in _KEPT_YOUNG), *root.glob("arena-*.lock")):
+    paths = [root / name for name in _KEPT_YOUNG]
+    with contextlib.suppress(OSError):  # no descriptor is left, or the medium does not answer: the next time
+        paths += root.glob("arena-*.lock")
+    for path in paths:
         with contextlib.suppress(OSError):  # it is not there, or nobody's to change
             os.utime(path, follow_symlinks=False)
 
@@ -289,12 +292,14 @@ class DirectoryWatch:
 
     def look(self) -> None:
         """Look at the file; blocks for as long as the file system does."""
-        self._seen = self._identity()
-        if self._seen == self._file and self._monotonic() >= self._young_due_s:
-            keep_young(self._path.parent)
-            self._young_due_s = self._monotonic() + YOUNG_S
-        self._due_s = self._monotonic() + LOOK_INTERVAL_S
-        self._is_looking = False
+        try:
+            self._seen = self._identity()
+            if self._seen == self._file and self._monotonic() >= self._young_due_s:
+                keep_young(self._path.parent)
+                self._young_due_s = self._monotonic() + YOUNG_S
+        finally:  # or nobody would look again
+            self._due_s = self._monotonic() + LOOK_INTERVAL_S
+            self._is_looking = False
 
     def _identity(self) -> tuple[int, int] | None:
         try:

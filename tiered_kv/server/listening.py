@@ -16,7 +16,7 @@ from typing import Self
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.server.connect import is_answering
-from tiered_kv.server.directory import LOOK_INTERVAL_S
+from tiered_kv.server.directory import LOOK_INTERVAL_S, make_socket_directory
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ class Listening:
     """The socket where clients find a server; made anew where its file is gone.
 
     Cleaners of /tmp take it, and so does the end of a user's last login, with all of XDG_RUNTIME_DIR. A server that
-    nobody finds would go on, and keep every other one out of its directory.
+    nobody finds would go on, and keep every other one out of its directory. It comes back where it was, or not at all:
+    that is where ``server.json`` and the server's door look for it.
 
     Attributes:
         path: Where it is.
@@ -38,21 +39,25 @@ class Listening:
 
     def __init__(
         self,
-        place: Callable[[], Path],
+        path: Path,
         in_background: Callable[[Callable[[], None]], None],
         monotonic: Callable[[], float],
+        *,
+        is_private: bool,
     ) -> None:
-        """Listen at ``place``, which makes the directory for it, too.
+        """Listen at ``path``.
+
+        Args:
+            is_private: Its directory is made here, for this user alone.
 
         Raises:
             ConfigError: That cannot be.
         """
-        self._place = place
+        self.path = path
         self._in_background = in_background
         self._monotonic = monotonic
-        self.path = place()
-        self.socket = self._latest = bind(self.path)
-        self._file = self.path.lstat()
+        self._is_private = is_private
+        self.socket = self._latest = self._listen()
         self._fresh: deque[socket.socket] = deque()
         self._is_looking = False
         self._is_closed = False
@@ -67,10 +72,9 @@ class Listening:
         with self._lock:
             self._is_closed = True
             self._latest.close()
-            with contextlib.suppress(FileNotFoundError):
-                # Whose directory was removed may have a successor, with a socket of its own in this place.
-                if os.path.samestat(self.path.lstat(), self._file):
-                    self.path.unlink()
+            # Whose directory was removed may have a successor, with a socket of its own in this place.
+            if self._is_there():
+                self.path.unlink(missing_ok=True)
 
     def anew(self) -> socket.socket | None:
         """The socket to listen at from now on, where there is a new one; the one before is the caller's to close."""
@@ -80,18 +84,29 @@ class Listening:
         return self._fresh.popleft() if self._fresh else None
 
     def _look(self) -> None:
-        with self._lock:
-            if not self._is_closed and not os.path.lexists(self.path):
-                self._listen_anew()
-        self._due_s = self._monotonic() + LOOK_INTERVAL_S
-        self._is_looking = False
+        try:
+            with self._lock:
+                if self._is_there():
+                    self._is_missed = False
+                elif not self._is_closed:
+                    self._listen_anew()
+        finally:  # or nobody would look again
+            self._due_s = self._monotonic() + LOOK_INTERVAL_S
+            self._is_looking = False
+
+    def _is_there(self) -> bool:
+        """Whether its file lies in its place; the open socket keeps the file's number from being given to another."""
+        try:
+            return os.path.samestat(self.path.lstat(), self._file)
+        except OSError:  # where it cannot even be looked at, nobody finds the server, either
+            return False
 
     def _listen_anew(self) -> None:
         try:
-            if self._place() != self.path:
-                raise ConfigError(f"its directory is gone; set XDG_RUNTIME_DIR to one that stays. path={self.path}")
-            listener = bind(self.path)
-        except ConfigError as exc:
+            if os.path.lexists(self.path):  # not asked whether it answers: one look a second fills another's backlog
+                raise ConfigError(f"its place is taken; what lies there stays until it is removed. path={self.path}")
+            listener = self._listen()
+        except (ConfigError, OSError) as exc:
             if not self._is_missed:
                 self._is_missed = True
                 logger.error(
@@ -101,9 +116,20 @@ class Listening:
                 )
             return
         logger.warning("the socket of this server was removed, and was made anew. path=%s", self.path)
-        self._file, self._is_missed = self.path.lstat(), False
+        self._is_missed = False
         self._latest = listener
         self._fresh.append(listener)
+
+    def _listen(self) -> socket.socket:
+        if self._is_private:
+            make_socket_directory(self.path)
+        listener = bind(self.path)
+        try:
+            self._file = self.path.lstat()
+        except OSError:
+            _undo(listener, self.path)
+            raise
+        return listener
 
 
 def bind(path: Path) -> socket.socket:
@@ -112,19 +138,30 @@ def bind(path: Path) -> socket.socket:
     Raises:
         ConfigError: The place is taken by another server or by something else, or cannot be used.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         _clear(path)
-        listener.bind(str(path))
-        path.chmod(0o600)  # before listen: nobody can have connected yet. A umask would be the whole process's
-        listener.listen(BACKLOG)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(str(path))
+        except OSError:
+            listener.close()
+            raise
+        try:
+            path.chmod(0o600)  # before listen: nobody can have connected yet. A umask would be the whole process's
+            listener.listen(BACKLOG)
+        except OSError:
+            _undo(listener, path)
+            raise
     except OSError as exc:
-        listener.close()
         raise ConfigError(f"cannot make the socket. path={path}: {exc}") from exc
-    except ConfigError:
-        listener.close()
-        raise
     return listener
+
+
+def _undo(listener: socket.socket, path: Path) -> None:
+    """Take back a socket that is not complete: left there, it would keep the place for nobody."""
+    listener.close()
+    with contextlib.suppress(OSError):  # what failed before is told of
+        path.unlink()
 
 
 def _clear(path: Path) -> None:
