@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.server.clients import SmallEngine, poll_until, settings
-from tests.kit.server.probe import wait_ended
+from tests.kit.server.probe import server_pid, wait_ended
 from tests.kit.server.processes import start_serve
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import directory_tier
@@ -78,6 +78,7 @@ def test_serve_goes_on_behind_nohup_when_its_terminal_is_gone(root: Path) -> Non
         one = SmallEngine.start(settings(root))
         one.store(3)
         one.wait_hits(3)
+        assert process.poll() is None and server_pid(root) == process.pid, "not a server that the engine started"
         one.close()
     finally:
         process.send_signal(signal.SIGTERM)
