@@ -40,8 +40,7 @@ _RECORD = re.compile(rb"\0*\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ \S")
 
 
 def _log_to(path: Path) -> None:
-    for place in (path, path.with_name(f"{path.name}.1")):  # what a rotation replaces
-        _refuse_foreign(place)
+    _refuse_foreign(path.with_name(f"{path.name}.1"))  # what a rotation replaces; the log itself is asked when opened
     handler = _PrivateLog(path, maxBytes=LOG_BYTES_MAX, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
