@@ -4,10 +4,11 @@ import errno
 import os
 import shutil
 import signal
+import socket
 import stat
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.kit.limits import no_descriptors
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import figures, is_serving, server_pid, wait_for
 from tests.kit.server.processes import is_alive, start_serve
+from tiered_kv.errors import ConfigError
 from tiered_kv.server.connect import is_answering
 from tiered_kv.server.directory import LOOK_INTERVAL_S, read_info, socket_place
 from tiered_kv.server.listening import Listening, bind
@@ -183,3 +185,29 @@ def test_a_named_socket_is_made_anew(root: Path, runtime_directory: Path) -> Non
         _, errors = process.communicate()
     assert process.returncode == 0 and errors.count("was made anew") == 1
     assert not place.exists()
+
+
+def fill_queue(place: Path, clients: ExitStack) -> None:
+    """Connect until no more fit."""
+    while True:
+        client = clients.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+        try:
+            client.connect(str(place))
+        except BlockingIOError:
+            return
+
+
+def test_a_socket_of_somebody_who_does_not_answer_now_is_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as another_kind:
+        another_kind.bind(str(place))
+        with pytest.raises(ConfigError, match="another server listens there"):
+            bind(place)
+    place.unlink()
+    with ExitStack() as clients, socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(str(place))
+        stopped.listen(0)
+        fill_queue(place, clients)
+        with pytest.raises(ConfigError, match="another server listens there"):
+            bind(place)
+    bind(place).close()  # the dead one's

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Self
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.server.connect import is_answering
 from tiered_kv.server.directory import LOOK_INTERVAL_S, make_socket_directory
 
 logger = logging.getLogger(__name__)
@@ -170,9 +169,21 @@ def _clear(path: Path) -> None:
             raise ConfigError(f"the socket's place is taken by something that is not a socket. path={path}")
     except FileNotFoundError:
         return
-    if is_answering(str(path)):
+    if not _is_dead(path):
         raise ConfigError(
             f"another server listens there, of another directory: name another --socket, or set XDG_RUNTIME_DIR, where "
             f"containers share that and have different directories at one path. path={path}"
         )
     path.unlink(missing_ok=True)
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether nobody has a socket there any more. One that is stopped has a full queue, others are of another kind."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:  # it does not take us in now, or not at all: somebody's it is
+            return False
+    return False
