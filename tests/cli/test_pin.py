@@ -124,14 +124,14 @@ def test_a_disk_that_pins_hold_above_its_limit_is_told(root: Path) -> None:
     assert said in run("doctor", f"file://{root}", *sets).stdout
     with closing(SmallEngine.start(settings(root, **limits))) as engine:
         (disk,) = figures(root)["tiers"]
-        assert disk["pinned_bytes"] == disk["used_bytes"] > disk["capacity_bytes"]
+        assert disk["kept_by_pins_bytes"] == disk["used_bytes"] > disk["capacity_bytes"]
         assert "pinned, more than its capacity" in run("stat", f"file://{root}").stdout
         assert said in run("doctor", f"file://{root}", *sets).stdout
         log = (root / "server.log").read_text()
         assert log.count("pins keep most of a tier, or more than its limit") == 1
         report("unpin", f"file://{root}", engine.keys(60).keys[59].hex())
         wait_for_flushes(root)
-        assert figures(root)["tiers"][0]["pinned_bytes"] == 0
+        assert figures(root)["tiers"][0]["kept_by_pins_bytes"] == 0
         assert said not in run("doctor", f"file://{root}", *sets).stdout
 
 

@@ -236,7 +236,7 @@ def _tier_row(figures: ServerFigures, tier: TierFigures) -> tuple[object, ...]:
         _state_text(tier),
         f"{tier.corrupt} damaged chunks read" if tier.corrupt else "",
         f"{tier.tails} of these are tails" if tier.tails else "",
-        pins_text(tier.pinned_bytes, tier.capacity_bytes),
+        pins_text(tier.kept_by_pins_bytes, tier.capacity_bytes),
         _admission_text(tier),
     ]
     return (

@@ -105,7 +105,7 @@ class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
         capacity_bytes: None: not limited.
         blobs: Blobs it holds; in a shared one those of all machines, as last known.
         tails: How many of them are tails (prompts' ends below a whole chunk); a shared one has none.
-        pinned_bytes: Bytes of blobs that pins keep; of a shared one not known here.
+        kept_by_pins_bytes: Bytes of blobs that pins keep; of a shared one not known here.
         read_bytes_per_s: How fast reads run while some run; None before the first.
         pending_writes: Chunks that a server that ends still writes here.
         backlog_chunks: All chunks that wait to be written here, also those that may wait for the next start.
@@ -132,7 +132,7 @@ class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
     jobs: dict[str, int]
     corrupt: int
     tails: int = 0
-    pinned_bytes: int = 0
+    kept_by_pins_bytes: int = 0
     admitted_chunks: int = 0
     declined_chunks: int = 0
     breaker: str | None = None

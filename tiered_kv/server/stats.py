@@ -146,7 +146,7 @@ class FigureSource:
             jobs=self._engine.jobs(number),
             corrupt=sum(row.calls for row in operations if (row.tier, row.outcome) == (name, "corrupt")),
             tails=usage.tails,
-            pinned_bytes=usage.pinned_bytes,
+            kept_by_pins_bytes=usage.pinned_bytes,
             admitted_chunks=usage.admitted_chunks,
             declined_chunks=usage.declined_chunks,
             breaker=None if breaker is None else breaker.state.value,
