@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -213,7 +214,7 @@ def test_an_error_log_on_a_full_disk_keeps_no_verb_from_making_room(tmp_path: Pa
     """`evict ... 2>>/var/log/evict.log`, and /var is what is full: it ended before it removed anything."""
     tier = directory_tier(tmp_path / "kv")
     with tier.open() as storage:
-        Model().store(storage, tokens(1, 3))
+        Model().store(storage, tokens(1, 3), tag="tenant-a")
     (tmp_path / "kv" / "pins.json").write_text("{}")  # is told, and `--tag` needs no pins
     for arguments, code in (
         (("evict", tier.uri, "--tag", "nobody", "--yes"), 0),
@@ -226,6 +227,16 @@ def test_an_error_log_on_a_full_disk_keeps_no_verb_from_making_room(tmp_path: Pa
         with open("/dev/full", "w") as full:
             done = subprocess.run(words, stdout=subprocess.PIPE, stderr=full, text=True, check=False, timeout=60)
         assert done.returncode == code, (arguments, done)
+    (tmp_path / "kv" / "pins.json").unlink()
+    person, terminal = pty.openpty()
+    os.write(person, b"y\n")
+    words = [sys.executable, "-m", "tiered_kv.cli", "evict", tier.uri, "--tag", "tenant-a"]
+    with open("/dev/full", "w") as full, open(terminal, "rb") as stdin:
+        done = subprocess.run(
+            words, stdin=stdin, stdout=subprocess.PIPE, stderr=full, text=True, check=False, timeout=60
+        )
+    os.close(person)
+    assert done.returncode == 0 and "removed 3 chunks" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,13 @@
 """`tiered-kv verify`: everything that is bad is found, for the right reason, and nothing that is sound is touched."""
 
 import fcntl
+import json
 import os
+import pty
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -318,6 +323,28 @@ def test_nothing_is_removed_unconfirmed(tmp_path: Path) -> None:
         code, report = place.run("verify", "--repair", "--yes")
     assert (code, report["removed"], reasons(report)) == (3, 0, {paths[1]: "truncated"})
     assert place.content() == before
+
+
+def test_what_was_read_is_told_where_ctrl_c_answers_the_question(tmp_path: Path) -> None:
+    place = Place.disk(tmp_path)
+    paths = stock(place, 3)
+    place.put(paths[1], place.get(paths[1])[:-1])
+    words = [sys.executable, "-m", "tiered_kv.cli", "verify", f"file://{tmp_path}", "--repair", "--json"]
+    person, terminal = pty.openpty()
+    with (
+        open(person, "rb"),
+        open(terminal, "rb") as stdin,
+        subprocess.Popen(words, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command,
+    ):
+        assert command.stderr is not None
+        said = b""
+        while b"[y/N] " not in said:
+            more = os.read(command.stderr.fileno(), 4096)
+            assert more, said
+            said += more
+        command.send_signal(signal.SIGINT)
+        out, _ = command.communicate(timeout=60)
+    assert (command.returncode, reasons(json.loads(out))) == (130, {paths[1]: "truncated"})
 
 
 def test_a_repair_that_cannot_open_the_directory_is_no_success(tmp_path: Path) -> None:

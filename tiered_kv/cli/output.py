@@ -46,8 +46,12 @@ def note(text: str) -> None:
 
     What standard error does not take ends no verb: it may be a log on the disk that the verb is to make room on.
     """
+    _say(f"tiered-kv: {plain(text)}\n")
+
+
+def _say(text: str) -> None:
     with suppress(OSError):
-        print(f"tiered-kv: {plain(text)}", file=sys.stderr, flush=True)
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def plain(value: object) -> str:
@@ -117,7 +121,7 @@ def confirm(question: str, *, is_confirmed: bool) -> None:
     if not sys.stdin.isatty():
         note(f"{question} Say --yes: there is no terminal to ask at. Nothing was changed.")
         raise typer.Exit(EXIT_UNCONFIRMED)
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    _say(f"{question} [y/N] ")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         note("nothing was changed.")
         raise typer.Exit(EXIT_UNCONFIRMED)

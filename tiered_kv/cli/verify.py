@@ -23,7 +23,7 @@ from tiered_kv.cli.options import (
 )
 from tiered_kv.cli.output import confirm, exit_codes, note, print_json, print_table, progress
 from tiered_kv.config import size_text
-from tiered_kv.errors import ConfigError, DirectoryLocked
+from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.ops.blob_check import CORRUPT, REASONS
 from tiered_kv.ops.report import Report
 from tiered_kv.ops.scrub import BadBlob, Choice, Repair, Scrub, scrub
@@ -125,7 +125,7 @@ def verify(
             if repair:
                 try:
                     done = _repair(storage, content, found, is_confirmed=yes)
-                except (typer.Exit, DirectoryLocked):
+                except (typer.Exit, TieredKVError, OSError, KeyboardInterrupt):
                     if as_json:  # it may have taken hours
                         print_json(_report(storage, content, choice, found, None))
                     raise
