@@ -154,7 +154,11 @@ def test_a_full_target_holds_whole_prefixes_and_says_so(request, tmp_path: Path,
         (["{source}", "shared+{source}"], "source and target are the same tier"),
         (["shared+{source}", "shared+{source}/x"], "the target lies in the source"),
         (["memory://a/b", "memory://a//b/"], "source and target are the same tier"),
-        (["{source}", "{target}", "--from-set", "x"], "expected NAME=VALUE"),
+        (["{source}", "{target}", "--from-set", "x"], "option --from-set: expected NAME=VALUE"),
+        (
+            ["{source}", "{target}", "--from-set", "storage_uri={target}"],
+            "option --from-set: storage_uri is given twice",
+        ),
         (["{source}", "{target}", "--key", KEY, "--namespace", OTHER], "and --namespace names another"),
     ],
 )
@@ -173,6 +177,24 @@ def test_what_stays_free_on_a_disk_is_said_where_a_copy_ends_for_it(tmp_path: Pa
     done = in_vain("cp", source.uri, f"file://{tmp_path}/target")
     assert done["copied"] == 0 and "stay free on a disk without --set disk_bytes=SIZE" in done["full"]
     assert report("cp", source.uri, f"file://{tmp_path}/target", "--set", "disk_bytes=1GiB")["copied"] == 11
+
+
+@pytest.mark.parametrize("why", ["damaged", "behind a gap", "too large"])
+def test_a_source_of_which_nothing_can_be_copied_ends_with_4(tmp_path: Path, why: str) -> None:
+    """It ended with 0, as if there had been nothing."""
+    source, limit, said = directory_tier(tmp_path / "source"), [], "every chunk lies behind a gap"
+    with source.open() as storage:
+        names = ONE.store(storage, FIRST)
+        if why == "behind a gap":
+            storage.discard(names[:1])
+    if why == "damaged":
+        said = "4 files under the name of a chunk, damaged"
+        for name in names:
+            (tmp_path / "source" / "blobs" / relative_path(name)).write_bytes(bytes(100))
+    elif why == "too large":
+        limit = ["--bytes", "1KiB"]
+    done = in_vain("cp", source.uri, f"file://{tmp_path}/target", *limit)
+    assert done["selected"] == 0 and said in str(done["notes"])
 
 
 def test_a_prefix_with_a_gap_is_not_copied(tmp_path: Path) -> None:
@@ -202,7 +224,7 @@ def test_chunks_of_an_earlier_format_are_no_damage(tmp_path: Path) -> None:
     assert "1 are of another format version or namespace" in text and "damaged" not in text
     done = report("cp", bucket.uri, f"file://{tmp_path}/target")
     assert (done["copied"], done["corrupt"], done["foreign"]) == (4, 0, 1)
-    done = report("cp", f"file://{tmp_path}/v2/cache", f"file://{tmp_path}/target")
+    done = in_vain("cp", f"file://{tmp_path}/v2/cache", f"file://{tmp_path}/target")
     assert done["copied"] == 0 and done["notes"][0].startswith("6 files under the name of a chunk, damaged or of an")
     assert report("gc", bucket.uri, "--dry-run")["uri"] == bucket.uri
     assert explained_hit(bucket.uri, FIRST, tmp_path) == len(FIRST)

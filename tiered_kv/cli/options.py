@@ -112,10 +112,11 @@ def _digits(text: str, what: str) -> str:
     return digits
 
 
-def parse_settings(given: Sequence[str] | None, *, names_uri: bool = False) -> dict[str, object]:
+def parse_settings(given: Sequence[str] | None, *, option: str = "--set", names_uri: bool = False) -> dict[str, object]:
     """Settings by name; values are JSON where they can be read as such, else text.
 
     Args:
+        option: That they were given with.
         names_uri: The command line names no storage URI, so that a setting may.
 
     Raises:
@@ -125,9 +126,9 @@ def parse_settings(given: Sequence[str] | None, *, names_uri: bool = False) -> d
     for text in given or ():
         name, separator, value = text.partition("=")
         if not separator or not name:
-            raise ConfigError(f"option --set: expected NAME=VALUE, got {name!r}")
+            raise ConfigError(f"option {option}: expected NAME=VALUE, got {name!r}")
         if name in settings or (name == "storage_uri" and not names_uri):
-            raise ConfigError(f"option --set: {name} is given twice")
+            raise ConfigError(f"option {option}: {name} is given twice")
         try:
             settings[name] = json.loads(value)
         except ValueError:

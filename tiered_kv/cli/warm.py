@@ -12,7 +12,16 @@ from tiered_kv.cli.output import exit_codes, note, print_json, progress
 from tiered_kv.config import Config, parse_size, size_text
 from tiered_kv.errors import ConfigError
 from tiered_kv.ops.copy_targets import check_apart, opened_target
-from tiered_kv.ops.copying import AT_ONCE, Wanted, WarmReport, carry_epochs, choose, copy, note_on_strays
+from tiered_kv.ops.copying import (
+    AT_ONCE,
+    Wanted,
+    WarmReport,
+    carry_epochs,
+    choose,
+    copy,
+    is_any_wanted,
+    note_on_strays,
+)
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_storage
 from tiered_kv.ops.text import counted, option_value
@@ -51,7 +60,7 @@ def warm(
     Where a server runs on the directory the chunks are handed to it, and it writes them. The source is only read.
     """
     with exit_codes():
-        settings = parse_settings(more), parse_settings(more_of_source)
+        settings = parse_settings(more), parse_settings(more_of_source, option="--from-set")
         _finish(*_copy((source, uri), settings, (namespace, None), size), as_json=as_json)
 
 
@@ -75,7 +84,7 @@ def cp(
     before it is written, what is there already is skipped, and nothing is overwritten or evicted.
     """
     with exit_codes():
-        settings = parse_settings(more), parse_settings(more_of_source)
+        settings = parse_settings(more), parse_settings(more_of_source, option="--from-set")
         _finish(*_copy((source, uri), settings, (namespace, key), size), as_json=as_json)
 
 
@@ -84,11 +93,11 @@ def _copy(
     settings: tuple[Mapping[str, object], Mapping[str, object]],
     place: tuple[str | None, str | None],
     size: str | None,
-) -> tuple[WarmReport, int]:
+) -> tuple[WarmReport, int, bool]:
     """Copy; ``settings`` are those of the target and of the source, ``place`` a namespace and a key.
 
     Returns:
-        The report, and how many of its notes have been printed.
+        The report, how many of its notes have been printed, and whether the source has anything that was to be copied.
     """
     limit = None if size is None else option_value("--bytes", parse_size, size)
     places = [
@@ -106,25 +115,29 @@ def _copy(
             space = wanted.namespace
             below = "" if space is None else source.record_path(space).rpartition("/")[0] + "/"
             content.notes += note_on_strays(content, below)
+        is_any = len(content.notes) > said
         blobs = choose(forest, wanted)
         if chunk is not None and not blobs and limit is None:
             raise ConfigError("the prefix before this chunk has a gap, so no request can reach it: nothing was copied")
+        if not blobs and is_any_wanted(content.blobs, wanted):
+            is_any = True
+            content.notes.append("every chunk lies behind a gap, where no request reaches it, or is more than --bytes")
         with opened_target(uris[1], settings[0]) as (storage, target):
             at_once = max(AT_ONCE[source.kind], AT_ONCE[storage.kind])
             spaces = {blob.name.namespace for blob in blobs}
             records = [record for space, record in content.records.items() if space in spaces]
             content.notes += carry_epochs(source, storage, records)
             with progress("copying") as tick:
-                return copy(source, target, blobs, content, at_once, tick), said
+                return copy(source, target, blobs, content, at_once, tick), said, is_any or bool(blobs)
 
 
-def _finish(report: WarmReport, said: int, *, as_json: bool) -> None:
+def _finish(report: WarmReport, said: int, is_any: bool, *, as_json: bool) -> None:
     """Print it; so many of its notes have been. Ends with 4 where the target has nothing of what was to be copied."""
     if as_json:
         print_json(report)
     else:
         _show(report, said)
-    if report.is_vain:
+    if is_any and report.copied + report.there == 0:
         raise typer.Exit(EXIT_FOUND)
 
 

@@ -122,11 +122,6 @@ class WarmReport(Report, frozen=True, kw_only=True):
     full: str | None
     notes: list[str]
 
-    @property
-    def is_vain(self) -> bool:
-        """Whether something was to be copied, and the target has none of it."""
-        return self.selected + self.refused > 0 and self.copied + self.there == 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
@@ -161,6 +156,13 @@ def note_on_strays(content: Content, below: str) -> list[str]:
     if not count:
         return []
     return [f"{counted(count, 'file')} under the name of a chunk, damaged or of another format version, not copied"]
+
+
+def is_any_wanted(blobs: Iterable[StoredBlob], wanted: Wanted) -> bool:
+    """Whether a source has any chunk of what is wanted, reachable or not."""
+    if wanted.key is not None:
+        return True
+    return any(wanted.namespace in (None, blob.name.namespace) and not blob.tail_tokens for blob in blobs)
 
 
 def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
