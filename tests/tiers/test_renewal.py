@@ -1,5 +1,6 @@
 """Credentials that end while a store is used, with services that give them, then fail, and are there again."""
 
+import asyncio
 import json
 import os
 import ssl
@@ -17,6 +18,7 @@ from tests.kit.raw_server import Asked, RawServer, refusal
 from tests.kit.server.probe import wait_for
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.location import parse_location
+from tiered_kv.tiers.object.renewal import Renewal
 from tiered_kv.tiers.object.store import ObjectStore
 
 AT_ONCE: Final = 4
@@ -254,3 +256,37 @@ def test_a_program_that_is_gone_when_a_request_is_sent_again_is_no_missing_objec
         with pytest.raises(TierUnavailable, match="credentials could not be fetched: .*program"):
             assert store.head("x") is not None, "an object that nobody asked for"
         store.close()
+
+
+def test_what_had_expired_when_it_was_given_is_not_asked_for_with_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service whose clock is behind ours gives such, and its store takes them."""
+    monkeypatch.setattr("tiered_kv.tiers.object.renewal.ENDING_FRESH_S", 3600.0)
+    asked = []
+
+    async def ask() -> str:
+        asked.append(None)
+        return "token"
+
+    async def use() -> None:
+        renewal = Renewal(ask, lambda _token, _seconds: True)
+        for _ in range(50):
+            assert await renewal.current() == "token"
+
+    asyncio.run(use())
+    assert len(asked) == 1
+
+
+def test_what_has_expired_since_it_was_given_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.tiers.object.renewal.ENDING_FRESH_S", 3600.0)
+    given, over = iter(["first", "second"]), set()
+
+    async def ask() -> str:
+        return next(given)
+
+    async def use() -> None:
+        renewal = Renewal(ask, lambda token, seconds: token in over or seconds > 0)
+        assert await renewal.current() == await renewal.current() == "first"
+        over.add("first")
+        assert await renewal.current() == "second"
+
+    asyncio.run(use())

@@ -26,7 +26,7 @@ FRESH_S: Final = 30.0
 """Credentials are asked for again after this; what must be renewed is renewed then."""
 
 ENDING_FRESH_S: Final = 1.0
-"""The same where they expire within ``FRESH_S``: whoever gives them has others in a moment."""
+"""The same where they expire within ``FRESH_S``, or had when they were given: others come in a moment."""
 
 RENEWAL_MAX_S: Final = 60.0
 """After this a program or a service that gives credentials is given up."""
@@ -52,6 +52,7 @@ class Renewal(Generic[T]):
         self._ask = ask
         self._expire_within = expire_within
         self._kept: tuple[T, Deadline] | None = None
+        self._was_over = False  # what is kept had expired when it was given: its service's clock may be another
         self._running: asyncio.Task[Exception | None] | None = None
         self._waiting = 0
         self._has_told = False
@@ -62,7 +63,7 @@ class Renewal(Generic[T]):
         Raises:
             NoIdentity: Nothing is, and others cannot be had; its reason says why.
         """
-        if self._kept is not None and self._kept[1].left_s() > 0 and self._is_in_force():
+        if self._kept is not None and self._kept[1].left_s() > 0 and (self._was_over or self._is_in_force()):
             return self._kept[0]
         if self._running is None:
             self._running = asyncio.create_task(self._renew())
@@ -113,7 +114,7 @@ class Renewal(Generic[T]):
 
     def _keep(self, credentials: T) -> None:
         fresh_s = ENDING_FRESH_S if self._expire_within(credentials, FRESH_S) else FRESH_S
-        self._kept = credentials, Deadline(fresh_s)
+        self._kept, self._was_over = (credentials, Deadline(fresh_s)), self._expire_within(credentials, 0)
 
     def _tell(self, exc: Exception) -> None:
         """Say once that nothing follows what is in force."""
