@@ -70,7 +70,7 @@ def test_a_uri_names_a_place(uri, kind, scheme, path):
         ("gs://b?endpoint_url=http://host:1 hidden", "expected http://host:port or https://host, alone"),
         ("s3://b?addressing_style=hidden", "option addressing_style of storage_uri: expected auto, path or virtual"),
         ("s3://b?key=&secret=", "option key of storage_uri: it is empty; give it a value, or leave it out"),
-        ("s3://b?region=", "option region of storage_uri: it is empty"),
+        ("s3://b?anon=false&key=k&secret=", "option secret of storage_uri: it is empty"),
         ("s3://b?anon=perhaps", "option anon of storage_uri: expected true or false"),
         ("memory://x?region=a", "unknown option 'region'; known options: none"),
         ("mooncake://master/name", "expected mooncake://HOST:PORT/name"),
@@ -198,3 +198,20 @@ def test_equal_places_have_equal_identities():
 def test_one_container_name_in_two_azure_accounts_is_two_places(options, account):
     found = parse_location("az://box/p", options)
     assert found.identity == f"az://box/p@{account}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"anon": "true", "key": "", "secret": ""},
+        {"key": "", "secret": "", "anon": True},
+        {"region": ""},
+        {"token": ""},
+        {"profile": ""},
+        {"requester_pays": ""},
+        {"client_kwargs": ""},
+    ],
+)
+def test_an_empty_option_that_signs_nothing_is_taken_as_it_is(options):
+    """Templates leave them so, and clients read them as if they were not there."""
+    assert parse_location("s3://bucket", options).options.keys() == options.keys()

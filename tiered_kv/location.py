@@ -75,7 +75,8 @@ SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 """A scheme's name (RFC 3986, section 3.1)."""
 
 ENDPOINT: Final = re.compile(r"https?://[^@?#\s]*")
-"""Without a user, a query or a space: clients send them along, or sign without them, and the store refuses that."""
+"""Of our own option, without a user, a query or a space: clients send them along, or sign without them, and the store
+refuses that."""
 
 MEDIA_GROUP: Final = "tiered_kv.tiers"
 """Entry points of installed packages: a scheme, and the factory of its tier."""
@@ -169,6 +170,19 @@ def _unknown_scheme(scheme: str) -> str:
     here = OTHER_SCHEMES.get(scheme)
     hint = f"; did you mean {here}?" if here else ""
     return f"unknown scheme {scheme!r}{hint}; known: file, {', '.join(OBJECT_OPTIONS)}, mooncake; {EXAMPLE}"
+
+
+def is_usable_endpoint(url: str) -> bool:
+    """Whether S3's clients can use an address that they read in the environment, a profile or their own options.
+
+    A user or a query they send along, or sign without it, and the store refuses what comes of that; a space behind the
+    port is not part of any. Capitals in the scheme, a space before it and what stands after ``#`` are fine.
+    """
+    try:
+        parts = urlsplit(url.lstrip())
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(re.fullmatch(r"[^@\s]+", parts.netloc)) and not parts.query
 
 
 def directory_uri(path: str | os.PathLike[str]) -> str:
@@ -326,8 +340,6 @@ def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
     for name, value in checked.items():
         if name not in known:
             raise ConfigError(f"setting storage_options: {_unknown(name, known)}")
-        if value == "" and name != "token":  # some requests would be signed with nothing, and others without it
-            raise ConfigError(f"option {name} of storage_uri: it is empty; give it a value, or leave it out")
         if name in ("anon", "verify") and isinstance(value, str):
             read = BOOLEANS.get(value.lower(), value if name == "verify" else None)
             if read is None:
@@ -337,6 +349,10 @@ def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
             raise ConfigError(f"option {name} of storage_uri: expected auto, path or virtual")
         elif name in OBJECT_OPTIONS["s3"] and name not in ("anon", "verify") and not isinstance(value, str):
             raise ConfigError(f"option {name} of storage_uri: expected a string, got a {type(value).__name__}")
+    for name in ("key", "secret"):
+        # Half of the requests would be signed with it, and the others with what the environment has.
+        if checked.get(name) == "" and checked.get("anon") is not True:
+            raise ConfigError(f"option {name} of storage_uri: it is empty; give it a value, or leave it out")
     return checked
 
 

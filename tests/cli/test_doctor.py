@@ -578,7 +578,8 @@ def test_a_bucket_is_listed_once_and_what_is_foreign_found_behind_any_number_of_
 
 
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE",
-       "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")  # fmt: skip
+       "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3",
+       "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -594,6 +595,7 @@ AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_P
         ({}, {"AWS_WEB_IDENTITY_TOKEN_FILE": "/hidden"}, "ok", "web identity"),
         ({}, {"AWS_SHARED_CREDENTIALS_FILE": __file__}, "ok", "configuration files"),
         ({}, {"AWS_SHARED_CREDENTIALS_FILE": "", "AWS_CONFIG_FILE": ""}, "ok", "role of the container or instance"),
+        ({}, {"AWS_CONFIG_FILE": "n" * 300}, "ok", "role of the container or instance"),  # as one below another's home
         ({}, {}, "ok", "role of the container or instance"),
     ],
 )
@@ -618,7 +620,7 @@ def test_where_credentials_come_from_is_said_in_words(
     [
         ("2026-01-01T00%3A00%3A00Z", "error", "the SAS token ended at 2026-01-01 00:00 UTC"),
         (time.strftime("%Y-%m-%d", time.gmtime(time.time() + 3 * 86400)), "warning", "the SAS token ends at "),
-        ("2999-01-01T00:00:00Z", "ok", "from "),
+        ("2999-01-01T00:00:00Z", "ok", "; the SAS token ends at 2999-01-01 00:00 UTC"),
         ("soon", "ok", "from "),
     ],
 )
@@ -665,6 +667,29 @@ def test_plain_http_to_another_machine_is_a_warning(
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)  # our own option was checked when it was read
     elif endpoint is not None:
         options = {"endpoint_url": endpoint}
+    config = Config.from_mapping({"storage_uri": "s3://bucket/p", "storage_options": options})
+    (finding,) = doctor_object._endpoint(config)
+    assert finding.status == status and text in finding.text and "hidden" not in finding.text
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "status", "text"),
+    [
+        ({}, {"AWS_ENDPOINT_URL": " HTTP://127.0.0.1:9000/#x"}, "ok", "plain HTTP, on this machine"),
+        ({}, {"AWS_ENDPOINT_URL": "localhost:9000"}, "error", "no address that clients can use"),
+        ({}, {"AWS_ENDPOINT_URL": "http://localhost:9000 "}, "error", "no address that clients can use"),
+        ({"client_kwargs": {"endpoint_url": "http://a:hidden@b"}}, {}, "error", "no address that clients can use"),
+        ({"client_kwargs": {"endpoint_url": "https://b"}}, {"AWS_ENDPOINT_URL": "x@"}, "ok", "a server of its own"),
+        ({}, {"AWS_ENDPOINT_URL": "x@", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "True"}, "ok", "Amazon S3"),
+    ],
+)
+def test_the_address_that_a_client_uses_is_judged(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], environment: dict[str, str], status: str, text: str
+) -> None:
+    for name in AWS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     config = Config.from_mapping({"storage_uri": "s3://bucket/p", "storage_options": options})
     (finding,) = doctor_object._endpoint(config)
     assert finding.status == status and text in finding.text and "hidden" not in finding.text

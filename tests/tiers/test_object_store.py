@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from tests.kit.stores.child import read_by_child
 from tests.kit.stores.session import ATOMIC
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
+from tiered_kv.tiers.object.marks import FORGET_S, Marks
 from tiered_kv.tiers.object.s3 import s3_options
 from tiered_kv.tiers.object.s3_session import SeldomCredentials
 from tiered_kv.tiers.object.shared_directory import STALE_S, TEMPORARY
@@ -252,6 +254,50 @@ def test_a_store_that_seemed_to_overwrite_is_asked_again(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "pipe_file", lambda *_, **__: None)
         assert not store.creates_atomically()
+    assert not store.creates_atomically(), "it was asked again at once"
+    clock.advance(ASK_AGAIN_S)
+    assert store.creates_atomically()
+    store.close()
+
+
+def test_one_of_many_puts_asks_an_overwriting_store_again(monkeypatch):
+    clock, asked, is_asked, goes_on = FakeClock(), [], threading.Event(), threading.Event()
+    store = open_store(f"memory://{uuid.uuid4().hex}", monotonic=clock.monotonic)
+
+    def overwrite(_filesystem, path, *_, **__):
+        asked.append(path)
+        is_asked.set()
+        goes_on.wait(60)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", overwrite)
+    goes_on.set()
+    assert not store.creates_atomically() and len(asked) == 2
+    clock.advance(ASK_AGAIN_S)
+    is_asked.clear()
+    goes_on.clear()
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(store.creates_atomically)
+        assert is_asked.wait(60)
+        assert not store.creates_atomically(), "it goes by what is known meanwhile"
+        assert len(asked) == 3
+        goes_on.set()
+        assert not again.result(60)
+    store.close()
+
+
+def test_a_store_that_does_not_say_whether_it_overwrites_still_gets_puts(monkeypatch):
+    clock = FakeClock()
+    store = open_store(f"memory://{uuid.uuid4().hex}", monotonic=clock.monotonic)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda *_, **__: None)
+    assert not store.creates_atomically()
+
+    def refuse(*_, **__):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    clock.advance(ASK_AGAIN_S)
+    assert not store.creates_atomically(), "each put failed before it was sent"
+    monkeypatch.undo()
     assert not store.creates_atomically(), "it was asked again at once"
     clock.advance(ASK_AGAIN_S)
     assert store.creates_atomically()
@@ -651,6 +697,40 @@ def test_a_200_that_lacks_a_store_s_headers_is_nobody_s_once_it_has_sent_them(sa
         store.close()
 
 
+def test_lists_and_batches_of_another_store_behind_the_same_name_are_believed():
+    """A failover to one that sends no request's id ended lists and deletions until the server was restarted."""
+    marks = b"x-amz-request-id: 1\r\n"
+
+    def answer(asked):
+        asked.read_body()
+        return holds_four_bytes(asked, marks)
+
+    options = {"key": "k", "secret": "s", "region": "x"}
+    with RawServer(answer) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, **options})
+        for _ in range(2):
+            assert paths(store) == []
+            store.delete(["x", "y"])
+            marks = b""
+        store.close()
+
+
+def test_what_a_store_s_answers_had_is_forgotten_after_a_while_without_it():
+    clock = FakeClock()
+    marks = Marks(frozenset({"etag"}), monotonic=clock.monotonic)
+    assert not marks.are_missing("get", ["ETag"])
+    for _ in range(2):
+        assert marks.are_missing("get", []) and not marks.are_missing("put", [])
+        clock.advance(FORGET_S - 1)
+        assert marks.are_missing("get", [])
+        assert not marks.are_missing("get", ["ETag"]), "one is enough to go on"
+    assert marks.are_missing("get", [])
+    clock.advance(FORGET_S)
+    assert not marks.are_missing("get", []) and not marks.are_missing("get", [])
+    assert not marks.are_missing("get", ["ETag"])
+    assert marks.are_missing("get", []), "it was not learned anew"
+
+
 def test_a_proxy_that_drops_all_of_a_store_s_headers_is_used():
     def answer(asked):
         asked.read_body()
@@ -664,21 +744,44 @@ def test_a_proxy_that_drops_all_of_a_store_s_headers_is_used():
         store.close()
 
 
-@pytest.mark.parametrize("where", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "profile"])
+@pytest.mark.parametrize("where", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "profile", "client_kwargs"])
 @pytest.mark.parametrize("more", ["me:hidden@localhost:9", "localhost:9?sign=hidden"], ids=["user", "query"])
 def test_an_address_in_the_environment_that_no_client_can_use_is_told(tmp_path, monkeypatch, where, more):
     """A client sends it along, and signs without it: the store refuses the signature, or the name is not found."""
     without_credentials(monkeypatch, tmp_path, f"endpoint_url = http://{more}" if where == "profile" else "")
-    if where != "profile":
+    if where.startswith("AWS"):
         monkeypatch.setenv(where, f"http://{more}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    store = open_store("s3://bucket/p")
+    options = {"client_kwargs": {"endpoint_url": f"http://{more}"}} if where == "client_kwargs" else {}
+    store = open_store("s3://bucket/p", options)
     for call in (*every_call(store).values(), lambda: store.get_into("x", memoryview(bytearray(4)))):
-        with pytest.raises(TierUnavailable, match="the address in AWS_ENDPOINT_URL, .* has a user, a query") as caught:
+        with pytest.raises(TierUnavailable, match="the address in AWS_ENDPOINT_URL, .* a user or a query") as caught:
             call()
         assert "hidden" not in str(caught.value)
     store.close()
+
+
+@pytest.mark.parametrize("form", ["HTTP://{}", "http://{}/", "http://{}/#x", "http://{}/?", " http://{}"])
+@pytest.mark.parametrize("where", ["environment", "client_kwargs"])
+def test_an_address_that_clients_understand_is_used_as_it_is(tmp_path, monkeypatch, where, form):
+    without_credentials(monkeypatch, tmp_path)
+    options = {"key": "k", "secret": "s", "addressing_style": "path"}
+
+    def answer(asked):
+        asked.read_body()
+        return holds_four_bytes(asked)
+
+    with RawServer(answer) as server:
+        address = form.format(server.url.removeprefix("http://"))
+        if where == "environment":
+            monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        else:
+            options["client_kwargs"] = {"endpoint_url": address}
+        store = open_store("s3://bucket/p", options)
+        for call in every_read_and_write(store).values():
+            call()
+        store.close()
 
 
 def test_a_missing_bucket_is_told(s3):

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from itertools import islice
-from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs, urlsplit
 
@@ -24,7 +23,7 @@ from tiered_kv.fleet import layout
 from tiered_kv.fleet.recency import BASE_MAGIC, LOG_MAGIC
 from tiered_kv.keys.namespace import MAX_RECORD_BYTES, SELF_TEST_NAMESPACE
 from tiered_kv.keys.naming import parse_object_path
-from tiered_kv.location import ENDPOINT
+from tiered_kv.location import is_usable_endpoint
 from tiered_kv.ops.doctor_disk import judged
 from tiered_kv.ops.findings import DoctorFinding, DoctorMeasurement, error, has_error, measured, ok, warning
 from tiered_kv.ops.object_storage import ObjectStorage
@@ -144,8 +143,8 @@ def _environments_credentials() -> DoctorFinding:
         environment.get("AWS_CONFIG_FILE", "~/.aws/config"),
     )
     # An empty name is a directory, and no file. Of a user without name and home, as containers have them,
-    # Path.expanduser raises; botocore takes what this gives.
-    if any(Path(os.path.expanduser(name)).is_file() for name in files):
+    # Path.expanduser raises, and Path.is_file where the home is another user's; botocore takes what these give.
+    if any(os.path.isfile(os.path.expanduser(name)) for name in files):
         return ok("credentials", "from the user's AWS configuration files")
     return ok("credentials", "none named: from the role of the container or instance, if it has one")
 
@@ -164,18 +163,19 @@ def _google_credentials(options: Mapping[str, object]) -> DoctorFinding:
 def _azure_credentials(options: Mapping[str, object]) -> DoctorFinding:
     """In the order in which adlfs looks."""
     ends_s = _sas_end(options)
+    shown = "" if ends_s is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends_s))
+    until = f"; the SAS token ends at {shown}" if shown else ""
     if ends_s is not None and ends_s - time.time() < SAS_ENDS_SOON_S:
-        shown = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends_s))
         if ends_s < time.time():
             return error("credentials", f"the SAS token ended at {shown}", "replace it; servers read it as they start")
         return warning("credentials", f"the SAS token ends at {shown}", "replace it, and restart servers, before that")
     named = [name for name in ("connection_string", "account_key", "sas_token", "client_secret") if name in options]
     if named:
-        return ok("credentials", f"from {' and '.join(named)} of storage_options or the URI")
+        return ok("credentials", f"from {' and '.join(named)} of storage_options or the URI{until}")
     variables = [f"AZURE_STORAGE_{name}" for name in ("CONNECTION_STRING", "ACCOUNT_KEY", "SAS_TOKEN", "CLIENT_SECRET")]
     found = [name for name in variables if os.environ.get(name)]
     if found:
-        return ok("credentials", f"from {' and '.join(found)} in the environment")
+        return ok("credentials", f"from {' and '.join(found)} in the environment{until}")
     return ok("credentials", "none named: from a managed identity or Azure's command line, if there is one")
 
 
@@ -206,8 +206,11 @@ def _endpoint_url(scheme: str, options: Mapping[str, object]) -> object:
     """The address of a server that is not the cloud's own; none: empty or None."""
     environment = os.environ
     if scheme == "s3":
-        named = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
-        return options.get("endpoint_url") or named
+        nested = options.get("client_kwargs")
+        own = options.get("endpoint_url") or (nested.get("endpoint_url") if isinstance(nested, dict) else None)
+        if own or environment.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
+            return own
+        return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
     if scheme == "gs":
         named = environment.get("STORAGE_EMULATOR_HOST", "")
         return options.get("endpoint_url") or (named if "://" in named or not named else f"http://{named}")
@@ -223,10 +226,11 @@ def _endpoint(config: Config) -> list[DoctorFinding]:
     endpoint = _endpoint_url(location.scheme, location.options)
     if not endpoint:
         return [ok("endpoint", f"{CLOUDS[location.scheme]}, encrypted")]
-    if location.scheme == "s3" and not ENDPOINT.fullmatch(str(endpoint)):  # the option was checked when it was read
+    if location.scheme == "s3" and not is_usable_endpoint(str(endpoint)):  # our own option was checked when it was read
+        where = "AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or endpoint_url of client_kwargs"
         hint = "expected http://host:port or https://host, alone; what signs requests goes into AWS_ACCESS_KEY_ID"
-        return [error("endpoint", "AWS_ENDPOINT_URL or AWS_ENDPOINT_URL_S3 is no address that clients can use", hint)]
-    parts = urlsplit(str(endpoint))
+        return [error("endpoint", f"{where} is no address that clients can use", hint)]
+    parts = urlsplit(str(endpoint).lstrip())
     if parts.scheme != "http":
         return [ok("endpoint", f"{parts.scheme}, a server of its own")]
     if (parts.hostname or "").startswith(LOOPBACK):

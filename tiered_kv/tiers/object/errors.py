@@ -111,8 +111,9 @@ _BY_CLASS: Final[dict[str, str]] = {
     "storage_options or in GOOGLE_APPLICATION_CREDENTIALS, or check the instance's service account",
     "BadKeyFile": "the file that the option token names has no key of a service account and no user's login, or is not "
     "whole; name a file of another kind, as a federated identity's, in GOOGLE_APPLICATION_CREDENTIALS instead",
-    "BadEndpoint": "the address in AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or endpoint_url of the profile has a user, a "
-    "query or a space in it; expected http://host:port or https://host, alone",
+    "BadEndpoint": "the address in AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3, or endpoint_url of the profile or of "
+    "client_kwargs has a user or a query in it, or a space behind it, or is not http; expected http://host:port or "
+    "https://host, alone",
     "OtherFileSystem": "the directory is on another file system than before; check that it is mounted, and restart the "
     "server if that is meant",
     "NotAStore": "what answers there is no S3 server; check endpoint_url and what is between here and the store",
@@ -200,7 +201,7 @@ class OtherFileSystem(OSError):
 
 
 class BadEndpoint(OSError):
-    """The environment or a profile names an address with more in it than a host and a port."""
+    """The environment, a profile or the client's own options name an address that it cannot use."""
 
 
 class NoClientYet(TimeoutError):

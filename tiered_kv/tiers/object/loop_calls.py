@@ -13,13 +13,13 @@ from typing import Any, Final, TypeVar
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from tiered_kv.location import ENDPOINT
+from tiered_kv.location import is_usable_endpoint
 from tiered_kv.tiers.object.errors import BadEndpoint, NotAStore
 from tiered_kv.tiers.object.loop_client import run_on_loop
 from tiered_kv.tiers.object.marks import Marks
 from tiered_kv.tiers.object.medium import Deadline
 from tiered_kv.tiers.object.renewal import identifying
-from tiered_kv.tiers.object.s3_answers import OF_STORES, check_answer, refuse_nobodys
+from tiered_kv.tiers.object.s3_answers import OF_STORES, check_answer, note_result, refuse_nobodys
 
 T = TypeVar("T")
 
@@ -68,7 +68,9 @@ class LoopCalls:
             if client is not self._client:
                 _refuse_endpoint(client.meta.endpoint_url)
                 self._found = await self._find()
-                client.meta.events.register("before-send.s3", _ask_nobody_to_go_on, unique_id=__name__)
+                events, own = client.meta.events, f"{__name__}."  # an id is one for all events
+                events.register("before-send.s3", _ask_nobody_to_go_on, unique_id=f"{own}go-on")
+                events.register("before-parse.s3.DeleteObjects", note_result, unique_id=f"{own}result")
                 follow_no_blind_redirect(client)
                 self._client = client
             await self.credentials()
@@ -127,12 +129,12 @@ class LoopCalls:
 
 
 def _refuse_endpoint(url: str) -> None:
-    """Refuse an address that the environment or a profile names and no client can use; options are checked before.
+    """Refuse an address that no client can use; our own option was checked when it was read.
 
     Raises:
-        BadEndpoint: It has a user, a query or a space in it.
+        BadEndpoint: The environment, a profile or ``client_kwargs`` names such a one.
     """
-    if not ENDPOINT.fullmatch(url):
+    if not is_usable_endpoint(url):
         raise BadEndpoint("endpoint")
 
 

@@ -125,7 +125,7 @@ class ObjectStore:
         self._monotonic = monotonic
         self._client: _Client | None = None
         self._is_atomic: bool | None = None
-        self._overwrote_s = 0.0  # when it was seen last
+        self._asked_s = 0.0  # for that, last
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.uri!r})"
@@ -228,19 +228,35 @@ class ObjectStore:
                 self._call("delete", shown, lambda medium: medium.delete(list(paths)))
 
     def creates_atomically(self) -> bool:
-        """Whether ``create`` refuses a name that is taken. Asked by creating an object twice, until it is so."""
-        if self._is_atomic is None or (not self._is_atomic and self._monotonic() - self._overwrote_s >= ASK_AGAIN_S):
-            path = f"{OWN}/probe/{uuid.uuid4().hex}"
-            try:
-                # A first refusal is one, too: nobody else has this name, so it met its own lost answer.
-                self._is_atomic = not self.create(path, b"probe") or not self.create(path, b"probe")
-            except TierUnavailable as exc:
-                if exc.__cause__ is None or not is_without_create(exc.__cause__):
-                    raise
-                self._is_atomic = False
-            self._overwrote_s = self._monotonic()
-            self.delete([path])
-        return self._is_atomic
+        """Whether ``create`` refuses a name that is taken. Asked by creating an object twice, until it is so.
+
+        What is known holds while one call asks again, and where the store does not answer that.
+        """
+        with self._state:
+            known, now_s = self._is_atomic, self._monotonic()
+            if known or (known is not None and now_s - self._asked_s < ASK_AGAIN_S):
+                return known
+            self._asked_s = now_s
+        try:
+            return self._ask_whether_atomic()
+        except TierUnavailable as exc:
+            if known is None:
+                raise
+            logger.info("whether the store still overwrites objects is not known; next_try_s=%g %s", ASK_AGAIN_S, exc)
+            return known
+
+    def _ask_whether_atomic(self) -> bool:
+        path = f"{OWN}/probe/{uuid.uuid4().hex}"
+        try:
+            # A first refusal is one, too: nobody else has this name, so it met its own lost answer.
+            is_atomic = not self.create(path, b"probe") or not self.create(path, b"probe")
+        except TierUnavailable as exc:
+            if exc.__cause__ is None or not is_without_create(exc.__cause__):
+                raise
+            is_atomic = False
+        self._is_atomic = is_atomic
+        self.delete([path])
+        return is_atomic
 
     def close(self) -> None:
         """Refuse further calls, wait for those in flight (at most the deadline), give connections back. Idempotent."""
