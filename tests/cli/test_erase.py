@@ -203,7 +203,24 @@ def test_what_does_not_tell_whose_it_is_is_no_proof(tier: Tier, tmp_path: Path) 
                 storage.write(name, memoryview(stored))
         done = evict(tier, *proof, code=4)
         assert (done["selected"], done["unjudged"], done["is_none_left"]) == (0, 1, False)
-        assert evict(tier, *proof, *other)["is_none_left"] is True, "of that namespace all can be judged"
+        said = run("evict", tier.uri, *tier.sets(), *proof).stdout
+        assert "cannot be told whose it is" in said and "of this tag" not in said
+        done = evict(tier, *proof, *other)
+        assert done["is_none_left"] is True, "of that namespace all can be judged"
+        assert "only this namespace was looked at: another may hold more of this tag" in done["notes"]
+        if stored == bytes(8192):
+            run("verify", tier.uri, *tier.sets(), "--repair", "--yes")
+            assert evict(tier, *proof)["is_none_left"] is True
+
+
+def test_a_damaged_header_is_no_proof_where_an_index_that_may_be_wrong_tells(tmp_path: Path) -> None:
+    made = directory_tier(tmp_path / "kv")
+    with made.open() as storage:
+        names = ONE.store(storage, THEIRS, tag="tenant-b")
+    path = tmp_path / "kv" / "blobs" / relative_path(names[-1])
+    path.write_bytes(bytes(path.stat().st_size))
+    done = evict(made, "--tag", TAG, "--expect-none", "--dry-run", code=4)
+    assert (done["selected"], done["unjudged"]) == (0, 1) and "1 chunks have a damaged header" in str(done["notes"])
 
 
 def test_what_a_crash_cut_off_is_no_proof_until_it_is_collected(tmp_path: Path) -> None:
@@ -212,7 +229,8 @@ def test_what_a_crash_cut_off_is_no_proof_until_it_is_collected(tmp_path: Path) 
         ONE.store(storage, THEIRS)
     (tmp_path / "kv" / "tmp").mkdir(exist_ok=True)
     (tmp_path / "kv" / "tmp" / "123-1").write_bytes(b"K" * 8192)
-    assert evict(made, "--tag", TAG, "--expect-none", "--yes", code=4)["unjudged"] == 1
+    done = evict(made, "--tag", TAG, "--expect-none", "--yes", code=4)
+    assert done["unjudged"] == 1 and done["notes"][0].startswith("1 write under way or cut off, and nobody knows whose")
     (tmp_path / "kv" / "tmp" / "123-1").unlink()
     assert evict(made, "--tag", TAG, "--expect-none", "--yes")["is_none_left"] is True
 
@@ -222,11 +240,34 @@ def test_a_place_where_nothing_lies_is_no_proof(request: pytest.FixtureRequest, 
     """As behind a slip in its name."""
     made = directory_tier(tmp_path / "kv") if kind == "directory" else s3_tier(request.getfixturevalue("s3"))
     asked = "evict", made.uri, *made.sets(), "--tag", TAG, "--expect-none", "--dry-run"
-    assert "nothing at all in" in complaint(*asked)
+    assert "no file of a cache lies in" in complaint(*asked)
     with made.open() as storage:
         names = ONE.store(storage, THEIRS)
         storage.discard(names)
     assert run(*asked).exit_code == 0
+
+
+@pytest.mark.parametrize("slip", ["", "kv", "kv/blobs"])
+def test_what_holds_a_cache_deeper_in_it_is_no_place_of_one(tmp_path: Path, slip: str) -> None:
+    """A part of its name was left out, or another medium's was named: the chunks counted as files of nobody."""
+    for made in (directory_tier(tmp_path / "kv"), Tier(f"shared+file://{tmp_path}/kv/run/0")):
+        Path(made.uri.partition("://")[2]).mkdir(parents=True, exist_ok=True)
+        with made.open() as storage:
+            ONE.store(storage, MINE, tag=TAG)
+    said = complaint("evict", f"shared+file://{tmp_path}/{slip}", "--tag", TAG, "--expect-none", "--dry-run")
+    below = {"": "kv/blobs, kv/run/0", "kv": "blobs, run/0", "kv/blobs": "."}
+    assert f"files of another cache lie in shared+file://{tmp_path}" in said and f"below {below[slip]}, of" in said
+
+
+def test_beside_other_files_and_probes_a_proof_is_one(s3) -> None:
+    tier = s3_tier(s3)
+    proof = "--tag", TAG, "--expect-none", "--dry-run"
+    with tier.open() as storage:
+        storage.store.put("notes/readme.txt", b"none of a cache's")
+        assert "no file of a cache lies in" in complaint("evict", tier.uri, *tier.sets(), *proof)
+        ONE.store(storage, THEIRS)
+        storage.store.put("_tiered_kv/probe/" + "ab" * 16, b"probe")  # of a server that starts at the moment
+    assert evict(tier, *proof)["unjudged"] == 0
 
 
 @pytest.mark.parametrize("other", ["--all", "--stored-by=vllm<1", "--bytes=1GiB"])
@@ -275,6 +316,8 @@ def test_a_server_proves_that_nothing_is_left_in_its_memory_and_on_its_disk(engi
     said = complaint("evict", uri.uri, *proof, "--yes")
     assert "the memory of this directory's server may hold more of it: name --server" in said and files(root) == 10
     assert "cannot be looked into" in complaint("evict", server.uri, *proof, "--dry-run")
+    said = complaint("evict", server.uri, "--tier", "disk", *proof, "--yes")
+    assert "one tier of a server proves nothing" in said and files(root) == 10
     lookup, answer = engine.look_up(3)
     assert answer.ready == 3
     assert evict(server, *proof, "--yes", code=4)["is_none_left"] is False
@@ -286,6 +329,15 @@ def test_a_server_proves_that_nothing_is_left_in_its_memory_and_on_its_disk(engi
     engine.store(1, tag=TAG)
     engine.wait_hits(1)
     assert evict(server, *proof, "--yes", code=4)["is_none_left"] is False, "a request that ran on"
+
+
+def test_what_is_in_memory_alone_is_found_by_a_proof(engine: SmallEngine, root: Path) -> None:
+    server, proof = Tier(f"--server={socket_of(root)}"), ("--tag", TAG, "--expect-none", "--yes")
+    assert report("evict", server.uri, "--tier", "disk", "--tag", TAG, "--yes")["tiers"][0]["removed"] == 6
+    first = evict(server, *proof, code=4)
+    assert (first["selected"], first["is_none_left"]) == (0, False), "no file has it"
+    assert [(t["tier"], t["removed"]) for t in first["tiers"]] == [("host", 6), ("disk", 0)]
+    assert evict(server, *proof)["is_none_left"] is True
 
 
 @pytest.mark.parametrize("behind", [6, 3])
@@ -362,6 +414,15 @@ def test_a_server_without_a_disk_tier_loses_it_from_its_memory(tmp_path: Path, m
         engine.wait_hits(4)
         wait_written(config.server_directory())
         address = socket_of(config.server_directory())
+        lookup, answer = engine.look_up(4)
+        assert answer.ready == 4
+        for _ in range(2):
+            done = evict(Tier(f"--server={address}"), "--tag", TAG, "--expect-none", "--yes", code=4)
+            assert (done["selected"], done["is_none_left"]) == (0, False), "what is in use alone is no proof"
+            assert [(t["tier"], t["removed"], t["kept"]) for t in done["tiers"]] == [("host", 0, 4)]
+        engine.client.release(lookup)
+        leased = lambda: figures(config.server_directory())["hierarchy"]["leased_bytes"]  # noqa: E731
+        poll_until(engine.client, lambda: leased() == 0, "the lease's end")
         done = report("evict", "--server", address, "--tag", TAG, "--yes")
         assert [(t["tier"], t["removed"], t["kept"]) for t in done["tiers"]] == [("host", 4, 0)]
         done = report("evict", uri, "--tag", TAG, "--yes")
@@ -424,6 +485,11 @@ def test_a_file_that_cannot_be_read_makes_an_erasure_incomplete(
         done = evict(tier, "--tag", TAG, "--yes", code=4)
         assert (done["unread"], done["selected"]) == (1, 0) and path.exists()
         assert done["notes"][0].startswith("1 chunks cannot be read now")
+    engine.close()
+    end_server(root)
+    with unreadable(path):
+        done = evict(tier, "--tag", TAG, "--expect-none", "--dry-run", code=4)
+        assert (done["unread"], done["selected"], done["is_none_left"]) == (1, 0, False)
     done = evict(tier, "--tag", TAG, "--yes")
     assert (done["unread"], done["tiers"][0]["removed"]) == (0, 1) and not path.exists()
 
@@ -465,4 +531,4 @@ def test_what_a_crash_cut_off_is_told_because_nobody_knows_whose_it_is(tmp_path:
     (tmp_path / "kv" / "tmp").mkdir(exist_ok=True)
     (tmp_path / "kv" / "tmp" / "123-1").write_bytes(b"K" * 8192)
     (said,) = evict(made, "--tag", "somebody else", "--yes")["notes"]
-    assert said.startswith("1 writes were cut off") and "tiered-kv gc" in said
+    assert said.startswith("1 write under way or cut off") and "tiered-kv gc" in said

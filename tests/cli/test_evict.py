@@ -121,6 +121,7 @@ def test_an_index_that_cannot_be_looked_at_is_told(tmp_path: Path) -> None:
     (tmp_path / "kv" / "index").symlink_to("index")  # to itself
     (said,) = report("ls", made.uri)["notes"]
     assert said.startswith("times of use are those of writing, because the index cannot be read")
+    assert evict(made, "--older-than", "7d", "--dry-run")["notes"] == [said], "once"
 
 
 def test_a_share_of_the_capacity_is_what_is_left(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 EXAMPLES_SHOWN = 5
 
 NONE_LEFT = "nothing of this tag was found here"
-MAY_BE_LEFT = "something of this tag was found here, or does not tell whose it is: say it again until nothing is"
+IS_HERE = "something of this tag is here"
+WAS_ERASED = "something of this tag was found here, and is erased but for what stays: run it again"
+CANNOT_BE_TOLD = "of some of what is here it cannot be told whose it is: the notes say what to do"
 
 ServerOption = Annotated[
     str | None, typer.Option(metavar="SOCK", help="Evict from a running server instead: unix:///path/of/socket.")
@@ -184,25 +186,43 @@ def evict(
         )
         report = _carry_out(order, more)
         if expect_none:
-            report = msgspec.structs.replace(report, is_none_left=_found_none(report))
+            report = msgspec.structs.replace(report, is_none_left=not _has_found(report) and not _is_untold(report))
         if as_json:
             print_json(report)
-        elif report.is_none_left is not None:
-            print(NONE_LEFT if report.is_none_left else MAY_BE_LEFT)
+        elif expect_none:
+            _show_proof(report)
         is_kept = any(done.failed or (order.origin is not None and done.kept) for done in report.tiers)
         if report.unread or is_kept or report.is_none_left is False:
             raise typer.Exit(EXIT_FOUND)
 
 
-def _found_none(report: EvictReport) -> bool:
-    """Whether there was nothing that was erased, stays, or does not tell whose it is."""
-    is_seen = report.selected or report.unread or report.unjudged
-    return not is_seen and not any(done.removed or done.kept or done.failed for done in report.tiers)
+def _has_found(report: EvictReport) -> bool:
+    """Whether there was anything that was to go, from the tier or from a server's memory."""
+    return report.selected > 0 or any(done.removed or done.kept or done.failed for done in report.tiers)
+
+
+def _is_untold(report: EvictReport) -> bool:
+    """Whether there is anything that does not tell whose it is."""
+    return report.unread + report.unjudged > 0
+
+
+def _show_proof(report: EvictReport) -> None:
+    if report.is_none_left:
+        print(NONE_LEFT)
+    if _has_found(report):
+        print(IS_HERE if report.is_dry_run else WAS_ERASED)
+    if _is_untold(report):
+        print(CANNOT_BE_TOLD)
 
 
 def _carry_out(order: _Order, more: list[str] | None) -> EvictReport:
     if order.is_none_expected and order.tag is None:
         raise ConfigError("option --expect-none goes with --tag")
+    if order.is_none_expected and order.tier is not None:
+        raise ConfigError(
+            "option --expect-none: one tier of a server proves nothing, because the other may hold more of it: leave "
+            "out --tier"
+        )
     if order.is_none_expected and order.is_dry_run and order.server is not None:
         raise ConfigError(
             "option --expect-none: a server's memory cannot be looked into without erasing: leave out --dry-run"
@@ -220,14 +240,15 @@ def _carry_out(order: _Order, more: list[str] | None) -> EvictReport:
 
 def _look_for_origin(storage: Storage, content: Content, order: _Order) -> None:
     """Read all tags and storers, and note what an erasure may miss."""
-    is_nothing_there = not (content.blobs or content.records or content.strays or content.own_bytes)
-    if order.is_none_expected and is_nothing_there:
-        raise ConfigError(
-            f"option --expect-none: there is nothing at all in {storage.uri}, no file of a cache either, which proves "
-            "nothing: name the place where the cache is"
-        )
+    from tiered_kv.ops.origins import unfinished_writes  # noqa: PLC0415 - takes the headers' parser
+
+    if order.is_none_expected:
+        _check_place(storage, content)
+        if order.namespace is not None:
+            content.notes.append("only this namespace was looked at: another may hold more of this tag")
+            note(content.notes[-1])
     look_for_origins(storage, content, find_namespace(content, order.namespace), order.stored_by)
-    unfinished, is_served, text = sum(stray.kind == "temp" for stray in content.strays), storage.is_served(), None
+    unfinished, is_served, text = unfinished_writes(content), storage.is_served(), None
     if is_served and order.server is None:
         if order.is_none_expected:
             raise ConfigError(
@@ -237,12 +258,32 @@ def _look_for_origin(storage: Storage, content: Content, order: _Order) -> None:
     elif unfinished and not is_served:
         content.unjudged += unfinished
         text = (
-            f"{unfinished} writes were cut off when a server ended, and nobody knows whose they are: `tiered-kv gc` "
-            "removes what they left"
+            f"{counted(unfinished, 'write')} under way or cut off, and nobody knows whose: what is left of such a one "
+            "after an hour `tiered-kv gc` removes"
         )
     if text is not None:
         content.notes.append(text)
         note(text)
+
+
+def _check_place(storage: Storage, content: Content) -> None:
+    """Check that the place is that of a cache: behind a slip in its name nothing of any tag is found.
+
+    Raises:
+        ConfigError: It is none, or a cache lies deeper in it, which is not looked at.
+    """
+    from tiered_kv.ops.origins import caches_below  # noqa: PLC0415 - takes the headers' parser
+
+    if below := caches_below(content.strays):
+        raise ConfigError(
+            f"option --expect-none: files of another cache lie in {storage.uri}, below {', '.join(below[:3])}"
+            f"{', ...' if len(below) > 3 else ''}, of which this proves nothing: name the place where that cache is"
+        )
+    if not (content.blobs or content.records or content.own_bytes):
+        raise ConfigError(
+            f"option --expect-none: no file of a cache lies in {storage.uri}, which proves nothing: name the place "
+            "where the cache is"
+        )
 
 
 def _evict_tier(storage: Storage, content: Content, order: _Order) -> EvictReport:

@@ -9,6 +9,7 @@
     _tiered_kv/usage                         the leader's last figures
     _tiered_kv/peers/HOST:PORT               an empty object: a door listens there (``tiers/peers/found.py``)
     _tiered_kv/pins/<namespace>/<key>.<end>  a chunk to keep, until <end>: seconds since 1970, 12 digits, 0 for good
+    _tiered_kv/probe/<random>                a few bytes: a start's or a check's question to the store, removed at once
 
 JSON unless said otherwise; unknown fields are ignored. A pin is an empty object, so that one LIST tells every pin: the
 command line and the server write pins, the leader's pass reads them and removes those that have ended by the store's
@@ -42,6 +43,7 @@ SERVER_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 _TERM = re.compile(re.escape(LEASES) + r"([0-9]{20})")
 _SESSION = re.compile(re.escape(SERVERS) + r"([A-Za-z0-9_-]{1,100}\.[0-9]{1,9})")
+_PROBE = re.compile(rf"{ROOT}/probe/[0-9a-f]{{32}}")
 _PIN = re.compile(re.escape(PINS) + r"([0-9a-f]{32})/([0-9a-f]{32})\.([0-9]{12})")
 
 T = TypeVar("T")
@@ -198,6 +200,11 @@ def parse_peer_path(path: str) -> str | None:
     """``HOST:PORT`` of a door; None for anything else."""
     address = path.removeprefix(PEERS)
     return address if path.startswith(PEERS) and is_peer_address(address) else None
+
+
+def is_probe(path: str) -> bool:
+    """Whether something asked the store there what it does: no probe holds a blob."""
+    return _PROBE.fullmatch(path) is not None
 
 
 def parse_pin_path(path: str) -> tuple[BlobName, int] | None:

@@ -126,7 +126,7 @@ class DiskStorage(Storage):
         content = Content(table)
         content.unsure_since_s = self._flushed_s() - FLUSH_TAKES_S  # before the index is read
         index = self._index(content)
-        content.has_uses = bool(index)
+        content.has_uses = bool(index) or bool(content.notes)  # which say what became of the index
         shards = {f"{shard}/": packed for shard, packed in index.items()}
         counts = {shard: len(packed) for shard, packed in index.items()}
         total = sum(counts.values()) or None

@@ -74,7 +74,7 @@ class EvictReport(Report, frozen=True, kw_only=True):
         unread: Chunks whose headers the medium does not give now, so that an erasure, which is not complete then, does
             not know whose they are; 0 where chunks were chosen otherwise.
         unjudged: Likewise chunks that do not tell: with a damaged header, or of another format version; and writes that
-            were cut off.
+            are under way or were cut off.
         is_none_left: Whether nothing was found that was erased, stays, or does not tell whose it is, so that nothing is
             left here; null without ``--expect-none``.
         tiers: What was done; empty after a dry run, or where nothing was chosen.

@@ -4,7 +4,6 @@ Changes are made directly, as every server makes them: what is deleted behind a 
 and the leader's next LIST corrects its accounts. Leases, reports and logs of the servers are read and never written.
 """
 
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -39,7 +38,6 @@ from tiered_kv.tiers.object.store import ObjectStore
 STRIDE: Final = 1000
 DELETE_AT_ONCE: Final = 1000
 CUT_OFF: Final = "left by a server or a command that was cut off, or in use at the moment"
-_PROBE = re.compile(rf"{layout.ROOT}/probe/[0-9a-f]{{32}}")
 REPORT_VALID_S: Final = 600.0
 """A server that keeps a limit reports every few seconds; a report that is older was left by one that died."""
 
@@ -82,7 +80,7 @@ class ObjectStorage(Storage):
             if name is not None:
                 found.append((name, info))
                 spaces.setdefault(name.namespace, 0.0)
-            elif _PROBE.fullmatch(info.path):
+            elif layout.is_probe(info.path):
                 content.strays.append(Stray(info.path, info.size_bytes, info.modified_s, "temp", CUT_OFF))
             elif info.path.startswith(f"{layout.ROOT}/"):
                 content.own_bytes += info.size_bytes

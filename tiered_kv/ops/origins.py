@@ -14,11 +14,14 @@ import msgspec
 
 from tiered_kv.chunks.header import PEEK_BYTES, peek
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, TierUnavailable
+from tiered_kv.fleet import layout
 from tiered_kv.keys.conditions import Conditions
+from tiered_kv.keys.naming import parse_object_path, parse_path
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.ops.eviction import note_on_foreign
-from tiered_kv.ops.storage import Content, Progress, Reader, StoredBlob, no_progress
+from tiered_kv.ops.storage import Content, Progress, Reader, StoredBlob, Stray, no_progress, parse_digest
+from tiered_kv.tiers.disk.scan import NAMESPACE_FILE
 
 AT_ONCE: Final = 1000
 LINES_SHOWN: Final = 3
@@ -52,7 +55,7 @@ def read_origins(storage: Reader, content: Content, namespace: bytes | None, pro
     if unknown:
         told = _read_all(storage, unknown, progress)
         content.unread = sum(one.problem == "unreadable" for one in told.values())
-        problems.update(one.problem for blob, one in told.items() if blob.tag is None)
+        problems.update(one.problem for one in told.values())  # also where an index tells, which cannot be sure here
         content.blobs = [_filled_in(blob, told.get(blob)) for blob in content.blobs if _is_there(told.get(blob))]
     if text := note_on_foreign(content, namespace):
         content.notes.append(text)
@@ -66,8 +69,8 @@ def read_origins(storage: Reader, content: Content, namespace: bytes | None, pro
         )
     if count := problems["damaged"]:
         content.notes.append(
-            f"{count} chunks have a damaged header, so that nobody knows whose they are nor who stored them: "
-            "`tiered-kv verify` names them"
+            f"{count} chunks have a damaged header, so that nobody knows for sure whose they are nor who stored "
+            "them: `tiered-kv verify` names them, and with --repair it removes them"
         )
     content.unread += content.count_strays("unreadable", namespace=namespace)
     if content.unread:
@@ -75,6 +78,24 @@ def read_origins(storage: Reader, content: Content, namespace: bytes | None, pro
             f"{content.unread} chunks cannot be read now, so that nobody knows for sure whose they are nor who stored "
             "them: say it again when they can be; `tiered-kv verify` names them"
         )
+
+
+def unfinished_writes(content: Content) -> int:
+    """Files of writes that are under way or were cut off; a store's probes are none, and hold nobody's bytes."""
+    return sum(stray.kind == "temp" and not layout.is_probe(stray.path) for stray in content.strays)
+
+
+def caches_below(strays: Iterable[Stray]) -> list[str]:
+    """Deeper prefixes, below which files have names and places as in a cache; ``.``: as in one of another medium."""
+    found = set()
+    for stray in strays:
+        *above, space, shard, name = ["", "", "", *stray.path.split("/")]
+        path = f"{space}/{shard}/{name}"
+        if stray.kind == "name" and (parse_object_path(path) or parse_path(path)):
+            found.add("/".join(filter(None, above)) or ".")
+        elif stray.kind == "name" and name == NAMESPACE_FILE and parse_digest(shard):
+            found.add("/".join(filter(None, [*above, space])) or ".")
+    return sorted(found)
 
 
 def _is_there(told: _Told | None) -> bool:

@@ -168,7 +168,7 @@ class Content:
         own_bytes: What we keep there besides blobs: records, indexes, leases, logs.
         notes: What may make it incomplete, in words, e.g. that the index could not be read.
         is_whole: False where only the beginning was listed.
-        has_uses: False where every time of use is that of writing, because nothing there says more.
+        has_uses: False where every time of use is that of writing, because nothing there says more, and no note does.
         unsure_since_s: Seconds since 1970. Of blobs that were written since then the tags and storers may be those of
             what lay there before: their headers tell.
         unread: Chunks whose headers were asked for their origins, and the medium does not give them now.
