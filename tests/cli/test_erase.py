@@ -432,6 +432,9 @@ def test_a_server_without_a_disk_tier_loses_it_from_its_memory(tmp_path: Path, m
         engine.wait_hits(4)
         wait_written(config.server_directory())
         report("evict", "--server", address, "--all", "--tier", "host", "--yes")
+        space = "--namespace", engine.client.namespace.digest.hex()
+        done = evict(Tier(f"--server={address}"), "--tag", TAG, "--expect-none", "--yes", *space)
+        assert done["notes"] == ["only this namespace was looked at: another may hold more of this tag"]
         engine.wait_hits(4)
         done = report("evict", "--server", address, "--tag", "tenant-c", "--yes")
         assert done["tiers"][0]["removed"] == 4

@@ -186,7 +186,7 @@ def evict(
         )
         report = _carry_out(order, more)
         if expect_none:
-            report = msgspec.structs.replace(report, is_none_left=not _has_found(report) and not _is_untold(report))
+            report = _with_answer(report, order)
         if as_json:
             print_json(report)
         elif expect_none:
@@ -194,6 +194,16 @@ def evict(
         is_kept = any(done.failed or (order.origin is not None and done.kept) for done in report.tiers)
         if report.unread or is_kept or report.is_none_left is False:
             raise typer.Exit(EXIT_FOUND)
+
+
+def _with_answer(report: EvictReport, order: _Order) -> EvictReport:
+    """The report with what ``--expect-none`` asked for."""
+    notes = list(report.notes)
+    if order.namespace is not None:
+        notes.append("only this namespace was looked at: another may hold more of this tag")
+        note(notes[-1])
+    is_none_left = not _has_found(report) and not _is_untold(report)
+    return msgspec.structs.replace(report, is_none_left=is_none_left, notes=notes)
 
 
 def _has_found(report: EvictReport) -> bool:
@@ -244,9 +254,6 @@ def _look_for_origin(storage: Storage, content: Content, order: _Order) -> None:
 
     if order.is_none_expected:
         _check_place(storage, content)
-        if order.namespace is not None:
-            content.notes.append("only this namespace was looked at: another may hold more of this tag")
-            note(content.notes[-1])
     look_for_origins(storage, content, find_namespace(content, order.namespace), order.stored_by)
     unfinished, is_served, text = unfinished_writes(content), storage.is_served(), None
     if is_served and order.server is None:
