@@ -353,7 +353,9 @@ class Config:
         _number(0.1, 600), "longest wait for one blob of the peers, and longest loan of one in memory to them", 5.0
     )
     peer_serve_bytes_s: int | None = _setting(parse_size, "most bytes per second given to peers; default: no limit")
-    server: str | None = _setting(_socket, "unix:///path of a running `tiered-kv serve`; default: one is started")
+    server: str | None = _setting(
+        _socket, "unix:///path of a running `tiered-kv serve`; default: the directory's server, started if none runs"
+    )
     model_id: str | None = _setting(_text, "names the weights; promises that equal names mean equal weights")
     share_vllm_versions: bool = _setting(
         _boolean,
@@ -370,7 +372,9 @@ class Config:
     drain_s: float = _setting(_number(0, 3600), "longest time a server without clients writes what it holds", 30.0)
     start_timeout_s: float = _setting(_number(1, 600), "longest wait for the server to start", 30.0)
     pinned_share: float = _setting(
-        _number(0.001, 0.5), "share of vLLM's blocks that chunks waiting for a slot may keep from requests", 0.1
+        _number(0.001, 0.5),
+        "share of vLLM's blocks that chunks waiting for a slot may keep from requests; not of pins",
+        0.1,
     )
 
     host_bytes_default: int | None = None  # no setting: see below_offloading

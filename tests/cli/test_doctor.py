@@ -870,7 +870,7 @@ def test_a_mooncake_pool_across_a_network_is_warned_about(doctor: Doctor) -> Non
 def test_without_mooncake_s_package_its_name_is_told(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
     report = doctor("mooncake://127.0.0.1:1", "--set", "host_bytes=64MiB")
-    assert "pip install 'tiered_kv[mooncake]'" in found(report, "mooncake", "error")
+    assert "pip install mooncake-transfer-engine" in found(report, "mooncake", "error")
 
 
 @pytest.mark.parametrize("verb", ["ls", "du", "tree", "gc", "verify", "stat", "evict"])

@@ -24,7 +24,7 @@ from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tiered_kv.ops.open import open_storage
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "command-line.md"
-DIRECTORY, BUCKET, SOCKET = "/var/cache/tiered_kv", "s3://my-bucket/kv", "unix:///run/tiered_kv.sock"
+DIRECTORY, BUCKET, SOCKET = "/var/cache/tiered_kv", "s3://my-bucket/kv", "unix:///run/tiered_kv/cache.sock"
 DIGITS = re.compile(r"(?<![0-9a-z/.:_-])[0-9a-f]{4,32}(?![0-9a-z/.:_-])")
 NUMBERS = ("--tokens", "--prompts", "--max-model-len", "--chunk-tokens", "--tp")
 """Options whose numbers are numbers, and not the beginning of a key."""

@@ -252,7 +252,7 @@ def test_refusals_are_counted(shared_hints: int) -> None:
 
 @pytest.mark.parametrize(
     ("content", "mode", "reason"),
-    [("short", 0o600, "16 to 1024 signs"), (TOKEN, 0o644, "chmod 0600"), (None, 0, "cannot read")],
+    [("short", 0o600, "16 to 1024 characters"), (TOKEN, 0o644, "chmod 0600"), (None, 0, "cannot read")],
 )
 def test_a_bad_token_file_is_a_wrong_setting(
     cli, root: Path, tmp_path: Path, content: str | None, mode: int, reason: str

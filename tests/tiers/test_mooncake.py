@@ -474,7 +474,7 @@ def test_a_host_name_that_nobody_knows(opened):
 
 def test_without_the_package_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tiered_kv\[mooncake\]'"):
+    with pytest.raises(ConfigError, match="pip install mooncake-transfer-engine"):
         tier_of("mooncake://127.0.0.1:50051")
 
 

@@ -1248,12 +1248,8 @@ def test_a_store_of_another_kind_or_without_its_package_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="is no object store"):
         open_store("file:///dir")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for uri, package, wanted in (
-        ("gs://b/p", "gcsfs", r"'tiered_kv\[gcs\]'"),
-        ("az://b/p", "adlfs", r"'tiered_kv\[azure\]'"),
-        ("s3://b/p", "s3fs", "s3fs"),
-    ):
-        with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {wanted}"):
+    for uri, package in (("gs://b/p", "gcsfs"), ("az://b/p", "adlfs"), ("s3://b/p", "s3fs")):
+        with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {package}"):
             open_store(uri)
 
 

@@ -35,8 +35,8 @@ def check_peers(config: Config, running: Running) -> list[DoctorFinding]:
     try:
         from tiered_kv.tiers.peers.fleet_key import FleetKey  # noqa: PLC0415 - its packages are an extra
     except ImportError as exc:
-        text = f"peers needs packages of an extra ({exc})"
-        return [error("peers", text, "pip install 'tiered_kv[peers]' where the engines run")]
+        text = f"peers needs more packages ({exc})"
+        return [error("peers", text, "pip install cryptography h11 where the engines run")]
     try:
         key = FleetKey.read(config.peer_key_file)
     except ConfigError as exc:

@@ -219,7 +219,7 @@ def _open_door(config: Config, path: Path) -> Callable[[], None]:
     try:
         from tiered_kv.server.door import DoorProcess  # noqa: PLC0415 - its packages are an extra
     except ImportError as exc:
-        raise ConfigError(f"peer_listen needs packages of an extra: pip install 'tiered_kv[peers]' ({exc})") from exc
+        raise ConfigError(f"peer_listen needs more packages: pip install cryptography h11 ({exc})") from exc
     return DoorProcess(config, path).close
 
 

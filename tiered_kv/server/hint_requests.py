@@ -139,7 +139,7 @@ def _read_token(path: Path) -> bytes:
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"option --hints-token-file: others may use {path}, mode {stat.S_IMODE(mode):o}: chmod 0600")
     if _TOKEN.fullmatch(content) is None:
-        raise ConfigError(f"option --hints-token-file: {path} does not hold one line of 16 to 1024 signs; {make}")
+        raise ConfigError(f"option --hints-token-file: {path} does not hold one line of 16 to 1024 characters; {make}")
     return content.rstrip(b"\n")
 
 

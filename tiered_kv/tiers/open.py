@@ -165,7 +165,7 @@ def _peers(config: Config, formats: Formats, monotonic: Monotonic, store: Object
         from tiered_kv.tiers.peers.peer import Peer  # noqa: PLC0415
         from tiered_kv.tiers.peers.tier import PeersTier  # noqa: PLC0415
     except ImportError as exc:
-        raise ConfigError(f"peers needs packages of an extra: pip install 'tiered_kv[peers]' ({exc})") from exc
+        raise ConfigError(f"peers needs more packages: pip install cryptography h11 ({exc})") from exc
     key = FleetKey.read(config.peer_key_file)
     context = key.client_context()
     return PeersTier(

@@ -71,7 +71,7 @@ class MooncakeClient:
         """
         if importlib.util.find_spec("mooncake") is None:
             raise ConfigError(
-                "mooncake:// needs the package mooncake-transfer-engine: pip install 'tiered_kv[mooncake]' "
+                "mooncake:// needs the package mooncake-transfer-engine: pip install mooncake-transfer-engine "
                 "(without a GPU: mooncake-transfer-engine-non-cuda)"
             )
         self.uri = str(location)

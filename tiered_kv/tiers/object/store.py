@@ -49,8 +49,8 @@ else may have answered in its place, and limits end with that answer."""
 RENEW_S: Final = 30.0
 """Least age of a client that is made anew because its credentials are refused: one costs up to 0.5 s of a core."""
 
-_PACKAGES = {"s3": ("s3fs", "s3fs"), "gs": ("gcsfs", "'tiered_kv[gcs]'"), "az": ("adlfs", "'tiered_kv[azure]'")}
-"""What a scheme needs, and what to give pip for it."""
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
+"""What a scheme needs; pip knows it by the same name."""
 
 _SECRET_OPTIONS = ("key", "secret", "token", "account_key", "sas_token", "connection_string", "client_secret")
 _SECRET_PARTS = ("AccountKey", "SharedAccessSignature")
@@ -111,9 +111,9 @@ class ObjectStore:
         """
         if location.kind != "object":
             raise ConfigError(f"{location} is no object store")
-        package, wanted = _PACKAGES.get(location.scheme, ("", ""))
-        if package and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{location.scheme}:// needs the package {package}: pip install {wanted}")
+        package = _PACKAGES.get(location.scheme)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{location.scheme}:// needs the package {package}: pip install {package}")
         self.uri = str(location)
         self._location = location
         self.timeout_s = timeout_s
