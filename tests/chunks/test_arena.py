@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.limits import lowest_free
 from tiered_kv.chunks import arena as arena_module
 from tiered_kv.chunks.arena import CLEAR_STEP_BYTES, POPULATE_STEP_BYTES, SLAB_BYTES, Arena, create_slabs
 from tiered_kv.errors import CapacityExceeded, ConfigError
@@ -36,9 +37,7 @@ def mapped_bytes(arena: Arena) -> int:
 def test_a_limit_that_does_not_allow_slabs_is_named(limit: int, room: int, named: str) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     before = resource.getrlimit(limit)
-    lowest = os.dup(0)  # of the free ones: the limit holds for the number, and others may be used far above
-    os.close(lowest)
-    wanted = room + lowest if limit == resource.RLIMIT_NOFILE else room
+    wanted = room + lowest_free() if limit == resource.RLIMIT_NOFILE else room
     try:
         resource.setrlimit(limit, (wanted, before[1]))
         with pytest.raises(ConfigError, match=rf"cannot make the host arena; raise the limit of .*{named}"):

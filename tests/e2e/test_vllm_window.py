@@ -36,4 +36,4 @@ def test_oldest_supported_vllm_passes_the_connector_suite(repository: Path) -> N
     )  # fmt: skip
 
     assert suite.returncode == 0, suite.stdout[-4000:]
-    assert suite.stdout.splitlines()[-1] == f"vLLM {OLDEST}"
+    assert f"vLLM {OLDEST}" in suite.stdout.splitlines()

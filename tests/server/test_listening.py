@@ -21,7 +21,7 @@ from tests.kit.server.processes import is_alive, start_serve
 from tiered_kv.errors import ConfigError
 from tiered_kv.server.connect import is_answering
 from tiered_kv.server.directory import LOOK_INTERVAL_S, read_info, socket_place
-from tiered_kv.server.listening import Listening, bind
+from tiered_kv.server.listening import ASK_INTERVAL_S, Listening, bind
 
 EngineStarter = Callable[..., SmallEngine]
 LOST = "cannot be made anew"
@@ -112,6 +112,19 @@ def test_another_server_in_its_place_is_left_alone_and_told_of(
         listening.socket.close()
     assert os.path.samestat(place.lstat(), found), "nor is it removed at the end"
     place.unlink()
+
+
+def test_the_place_of_another_server_that_died_in_it_is_taken_back(runtime_directory: Path) -> None:
+    place, clock = runtime_directory / "left.sock", FakeClock()
+    with Listening(place, lambda look: look(), clock.monotonic, is_private=False) as listening:
+        place.unlink()
+        with bind(place):
+            assert listening.anew() is None
+        clock.advance(LOOK_INTERVAL_S)
+        assert listening.anew() is None, "a living one is not asked with every look"
+        clock.advance(ASK_INTERVAL_S)
+        assert listening.anew() is not None and is_answering(str(place))
+        listening.socket.close()
 
 
 def test_a_look_for_which_no_descriptor_is_left_is_not_the_last_one(

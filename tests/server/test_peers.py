@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.kit.faults.proxy import FaultProxy
+from tests.kit.limits import lowest_free
 from tests.kit.ports import free_port
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.machines import calls, door_pid, evict, fleet_key, machine, tier
 from tests.kit.server.object_nodes import blob_paths, s3_place
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
-from tests.kit.server.processes import descriptors
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.recorder import Recorder
@@ -55,7 +55,8 @@ def store(engine, first_token=0):
 def test_what_a_door_complains_of_stands_in_the_log_of_its_server(producer):
     """Here that it has no descriptor left for a connection: an engine's server has no standard error."""
     door, port = door_pid(producer.root), int(producer.url.rpartition(":")[2])
-    resource.prlimit(door, resource.RLIMIT_NOFILE, (descriptors(door), descriptors(door)))
+    most = lowest_free(door)
+    resource.prlimit(door, resource.RLIMIT_NOFILE, (most, most))
     log = log_path(producer.root)
     with socket.create_connection(("127.0.0.1", port)):
         wait_for(lambda: "a connection could not be accepted" in log.read_text(), "the door's complaint")

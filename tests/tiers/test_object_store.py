@@ -27,7 +27,7 @@ from tests.kit.stores.child import read_by_child
 from tests.kit.stores.session import ATOMIC
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
-from tiered_kv.tiers.object.marks import FORGET_S, Marks
+from tiered_kv.tiers.object.marks import ASKED_S, FORGET_S, Marks
 from tiered_kv.tiers.object.s3 import s3_options
 from tiered_kv.tiers.object.s3_session import SeldomCredentials
 from tiered_kv.tiers.object.shared_directory import STALE_S, TEMPORARY
@@ -720,12 +720,18 @@ def test_what_a_store_s_answers_had_is_forgotten_after_a_while_without_it():
     marks = Marks(frozenset({"etag"}), monotonic=clock.monotonic)
     assert not marks.are_missing("get", ["ETag"])
     for _ in range(2):
-        assert marks.are_missing("get", []) and not marks.are_missing("put", [])
-        clock.advance(FORGET_S - 1)
+        for _ in range(int(FORGET_S / ASKED_S)):
+            assert marks.are_missing("get", []) and not marks.are_missing("put", [])
+            clock.advance(ASKED_S)
+        clock.advance(-1)
         assert marks.are_missing("get", [])
         assert not marks.are_missing("get", ["ETag"]), "one is enough to go on"
-    assert marks.are_missing("get", [])
-    clock.advance(FORGET_S)
+    for _ in range(3):
+        assert marks.are_missing("get", []), "seldom answers are forgotten"
+        clock.advance(FORGET_S)
+    for _ in range(int(FORGET_S / ASKED_S)):
+        assert marks.are_missing("get", [])
+        clock.advance(ASKED_S)
     assert not marks.are_missing("get", []) and not marks.are_missing("get", [])
     assert not marks.are_missing("get", ["ETag"])
     assert marks.are_missing("get", []), "it was not learned anew"

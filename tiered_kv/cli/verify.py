@@ -125,8 +125,10 @@ def verify(
             if repair:
                 try:
                     done = _repair(storage, content, found, is_confirmed=yes)
-                except (typer.Exit, TieredKVError, OSError, KeyboardInterrupt):
+                except (typer.Exit, TieredKVError, OSError, KeyboardInterrupt) as exc:
                     if as_json:  # it may have taken hours
+                        if not isinstance(exc, typer.Exit):
+                            content.notes.append("the repair did not end; what it removed until then is listed, too")
                         print_json(_report(storage, content, choice, found, None))
                     raise
             report = _report(storage, content, choice, found, done)

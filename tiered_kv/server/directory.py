@@ -245,7 +245,7 @@ def keep_young(root: Path) -> None:
     """
     paths = [root / name for name in _KEPT_YOUNG]
     with contextlib.suppress(OSError):  # no descriptor is left, or the medium does not answer: the next time
-        paths += root.glob("arena-*.lock")
+        paths += (path for path in root.glob("arena-*.lock") if _LOCK_NAME.fullmatch(path.name) is not None)
     for path in paths:
         with contextlib.suppress(OSError):  # it is not there, or nobody's to change
             os.utime(path, follow_symlinks=False)

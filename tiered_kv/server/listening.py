@@ -20,6 +20,7 @@ from tiered_kv.server.directory import LOOK_INTERVAL_S, make_socket_directory
 logger = logging.getLogger(__name__)
 
 BACKLOG = 64
+ASK_INTERVAL_S = 60.0
 
 
 class Listening:
@@ -62,7 +63,7 @@ class Listening:
         self._is_closed = False
         self._lock = threading.Lock()  # of the last four: the end may come while a look makes another socket
         self._is_missed = False
-        self._due_s = monotonic()
+        self._due_s = self._ask_due_s = monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -70,9 +71,10 @@ class Listening:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._is_closed = True
-            self._latest.close()
             # Whose directory was removed may have a successor, with a socket of its own in this place.
-            if self._is_there():
+            is_there = self._is_there()
+            self._latest.close()
+            if is_there:
                 self.path.unlink(missing_ok=True)
 
     def anew(self) -> socket.socket | None:
@@ -97,12 +99,14 @@ class Listening:
         """Whether its file lies in its place; the open socket keeps the file's number from being given to another."""
         try:
             return os.path.samestat(self.path.lstat(), self._file)
-        except OSError:  # where it cannot even be looked at, nobody finds the server, either
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError:  # the medium does not answer: no reason to make another
+            return True
 
     def _listen_anew(self) -> None:
         try:
-            if os.path.lexists(self.path):  # not asked whether it answers: one look a second fills another's backlog
+            if os.path.lexists(self.path) and not self._is_left():
                 raise ConfigError(f"its place is taken; what lies there stays until it is removed. path={self.path}")
             listener = self._listen()
         except (ConfigError, OSError) as exc:
@@ -118,6 +122,15 @@ class Listening:
         self._is_missed = False
         self._latest = listener
         self._fresh.append(listener)
+
+    def _is_left(self) -> bool:
+        """Whether what lies in its place is a dead server's socket, as far as was asked: each question takes a place in
+        the queue of a living one."""
+        now_s = self._monotonic()
+        if now_s < self._ask_due_s:
+            return False
+        self._ask_due_s = now_s + ASK_INTERVAL_S
+        return stat.S_ISSOCK(self.path.lstat().st_mode) and _is_dead(self.path)
 
     def _listen(self) -> socket.socket:
         if self._is_private:

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 FORGET_S: Final = 600.0
 """What was learned of a kind is forgotten once each answer was refused for so long: another store or proxy is there."""
 
+ASKED_S: Final = 60.0
+"""Longest time between two of these answers: two alone, ten minutes apart, would be two times that a store was away."""
+
 
 class Marks:
     """Headers of a store, and the kinds of its answers that were seen with one.
@@ -31,7 +34,7 @@ class Marks:
         self._names = names
         self._monotonic = monotonic
         self._marked: set[str] = set()
-        self._missed_s: dict[str, float] = {}  # of kinds whose last answers had none: since when
+        self._missed_s: dict[str, tuple[float, float]] = {}  # of kinds whose last answers had none: the first, the last
 
     def are_missing(self, kind: str, headers: Iterable[str]) -> bool:
         """Whether an answer has none of them, and an earlier one of its kind had."""
@@ -42,7 +45,11 @@ class Marks:
         if kind not in self._marked:
             return False
         now_s = self._monotonic()
-        if now_s - self._missed_s.setdefault(kind, now_s) < FORGET_S:
+        first_s, last_s = self._missed_s.get(kind, (now_s, now_s))
+        if now_s - last_s > ASKED_S:
+            first_s = now_s
+        self._missed_s[kind] = first_s, now_s
+        if now_s - first_s < FORGET_S:
             return True
         self._marked.discard(kind)
         logger.warning("the store's answers lack the headers that they had; they are believed again. kind=%s", kind)

@@ -255,7 +255,8 @@ class ObjectStore:
                 raise
             is_atomic = False
         self._is_atomic = is_atomic
-        self.delete([path])
+        with suppress(TierUnavailable):  # gc removes what is left of it
+            self.delete([path])
         return is_atomic
 
     def close(self) -> None:
