@@ -141,7 +141,7 @@ def test_messages_of_wrong_settings(s3: S3, page: str) -> None:
 def test_messages_of_a_failing_server(s3: S3, page: str, words: str, fault: Fault) -> None:
     with FaultProxy(s3.endpoint_url) as proxy:
         proxy.set(fault)
-        timeout_s = 2.0 if fault.mode is Mode.SILENCE else 30.0
+        timeout_s = 5.0 if fault.mode is Mode.SILENCE else 30.0
         message = failure(s3, s3.new_prefix(), timeout_s=timeout_s, endpoint_url=proxy.url)
 
     assert words in message

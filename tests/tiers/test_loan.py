@@ -152,7 +152,8 @@ class SlowWaker:
         self.asked, self.gate, self.over = threading.Event(), threading.Event(), threading.Event()
         self.sent: list[bytes] = []
         self.requester_pays, self.s3_additional_kwargs, self.anon = False, {}, True
-        self.meta = SimpleNamespace(events=SimpleNamespace(register=_nothing, register_first=_nothing))
+        events = SimpleNamespace(register=_nothing, register_first=_nothing)
+        self.meta = SimpleNamespace(events=events, endpoint_url="http://127.0.0.1")
 
     async def set_session(self) -> "SlowWaker":
         return self

@@ -103,9 +103,12 @@ def kill_server(root: Path) -> None:
 def start_serve(
     *arguments: object, before: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start `tiered-kv serve`, behind the command ``before``; the process and its line, empty if it could not start."""
+    """Start `tiered-kv serve`, behind the command ``before``; the process and its line, empty if it could not start.
+
+    As from a terminal: the end of one is ignored by what was started behind nohup, as these tests may be.
+    """
     process = subprocess.Popen(
-        [*before, sys.executable, "-m", "tiered_kv.cli", "serve", *map(str, arguments)],
+        ["env", "--default-signal=HUP", *before, sys.executable, "-m", "tiered_kv.cli", "serve", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
