@@ -22,7 +22,7 @@ IN_A_ROW = {"EIO": errno.EIO, "EROFS": errno.EROFS, "EDQUOT": errno.EDQUOT, "EST
 """What a disk that is out of order for a moment gives, a quota, and a network mount."""
 
 IN_A_ROW_MAX = 8
-TRIED = count("SYSCALLS", 24)
+TRIED = count("SYSCALLS", 60)
 FILLING = [(1000 + number,) for number in range(90)]
 
 

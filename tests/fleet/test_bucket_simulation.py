@@ -15,7 +15,7 @@ from tiered_kv.keys.naming import object_path, parse_object_path
 
 BLOB_BYTES = 100
 OURS, THEIRS = b"\x11" * 16, b"\x22" * 16
-SEEDS = range(seed(), seed() + count("SEEDS", 2))
+SEEDS = range(seed(), seed() + count("SEEDS", 4))
 
 
 @pytest.fixture(autouse=True)
