@@ -582,6 +582,14 @@ AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_P
        "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")  # fmt: skip
 
 
+def name_in_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    """These variables of AWS's clients are set, and no others."""
+    for name in AWS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("options", "environment", "status", "text"),
     [
@@ -604,10 +612,7 @@ def test_where_credentials_come_from_is_said_in_words(
     text: str,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in AWS:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    name_in_environment(monkeypatch, environment)
     config = Config.from_mapping({"storage_uri": "s3://bucket/p", "storage_options": options})
     (finding,) = doctor_object._credentials(config)
     assert finding.status == status and text in finding.text
@@ -686,10 +691,7 @@ def test_plain_http_to_another_machine_is_a_warning(
 def test_the_address_that_a_client_uses_is_judged(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], environment: dict[str, str], status: str, text: str
 ) -> None:
-    for name in AWS:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    name_in_environment(monkeypatch, environment)
     config = Config.from_mapping({"storage_uri": "s3://bucket/p", "storage_options": options})
     (finding,) = doctor_object._endpoint(config)
     assert finding.status == status and text in finding.text and "hidden" not in finding.text

@@ -28,6 +28,11 @@ LOST = "cannot be made anew"
 CHUNKS = 4
 
 
+def listening_at(place: Path, clock: FakeClock) -> Listening:
+    """A server's socket whose file is looked at in the caller's thread, when the clock says so."""
+    return Listening(place, lambda look: look(), clock.monotonic, is_private=False)
+
+
 def socket_file(root: Path) -> Path:
     info = read_info(root)
     assert info is not None
@@ -81,7 +86,7 @@ def test_what_somebody_else_puts_in_its_place_is_left_alone_while_it_is_there(
     runtime_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place, clock = runtime_directory / "ours.sock", FakeClock()
-    with Listening(place, lambda look: look(), clock.monotonic, is_private=False) as listening:
+    with listening_at(place, clock) as listening:
         place.unlink()
         os.mkfifo(place)
         for _ in range(2):
@@ -102,7 +107,7 @@ def test_another_server_in_its_place_is_left_alone_and_told_of(
     runtime_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place, clock = runtime_directory / "shared.sock", FakeClock()
-    with Listening(place, lambda look: look(), clock.monotonic, is_private=False) as listening:
+    with listening_at(place, clock) as listening:
         place.unlink()
         with bind(place):
             found = place.lstat()
@@ -116,7 +121,7 @@ def test_another_server_in_its_place_is_left_alone_and_told_of(
 
 def test_the_place_of_another_server_that_died_in_it_is_taken_back(runtime_directory: Path) -> None:
     place, clock = runtime_directory / "left.sock", FakeClock()
-    with Listening(place, lambda look: look(), clock.monotonic, is_private=False) as listening:
+    with listening_at(place, clock) as listening:
         place.unlink()
         with bind(place):
             assert listening.anew() is None
@@ -131,7 +136,7 @@ def test_a_look_for_which_no_descriptor_is_left_is_not_the_last_one(
     runtime_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place, clock = runtime_directory / "short.sock", FakeClock()
-    with Listening(place, lambda look: look(), clock.monotonic, is_private=False) as listening:
+    with listening_at(place, clock) as listening:
         place.unlink()
         with no_descriptors():
             assert listening.anew() is None
@@ -149,7 +154,7 @@ def test_a_socket_that_could_not_be_completed_does_not_keep_the_place(
     def fail(path: Path, mode: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    with Listening(place, lambda look: look(), clock.monotonic, is_private=False) as listening:
+    with listening_at(place, clock) as listening:
         place.unlink()
         with monkeypatch.context() as patched:
             patched.setattr(Path, "chmod", fail)

@@ -196,12 +196,17 @@ def evict(
             raise typer.Exit(EXIT_FOUND)
 
 
+def _tell(notes: list[str], text: str) -> None:
+    """Say what may make the report incomplete, now and in it."""
+    notes.append(text)
+    note(text)
+
+
 def _with_answer(report: EvictReport, order: _Order) -> EvictReport:
     """The report with what ``--expect-none`` asked for."""
     notes = list(report.notes)
     if order.namespace is not None:
-        notes.append("only this namespace was looked at: another may hold more of this tag")
-        note(notes[-1])
+        _tell(notes, "only this namespace was looked at: another may hold more of this tag")
     is_none_left = not _has_found(report) and not _is_untold(report)
     return msgspec.structs.replace(report, is_none_left=is_none_left, notes=notes)
 
@@ -269,8 +274,7 @@ def _look_for_origin(storage: Storage, content: Content, order: _Order) -> None:
             "after an hour `tiered-kv gc` removes"
         )
     if text is not None:
-        content.notes.append(text)
-        note(text)
+        _tell(content.notes, text)
 
 
 def _check_place(storage: Storage, content: Content) -> None:
@@ -301,12 +305,10 @@ def _evict_tier(storage: Storage, content: Content, order: _Order) -> EvictRepor
     namespace = find_namespace(content, order.namespace)
     chunk = None if order.key is None else find_chunk(forest, order.key)
     if origin is None and (text := note_on_foreign(content, namespace)):
-        content.notes.append(text)
-        note(text)
+        _tell(content.notes, text)
     criteria = _criteria(order, storage, content, namespace, chunk)
     if content.blobs and not content.has_uses and (criteria.free_bytes or criteria.used_before_s is not None):
-        content.notes.append("nothing here tells when chunks were used: they count as used when they were written")
-        note(content.notes[-1])
+        _tell(content.notes, "nothing here tells when chunks were used: they count as used when they were written")
     selection = select(forest, criteria, content.state_parts())
     if not order.as_json:
         _show_selection(selection, storage.uri)
@@ -399,8 +401,7 @@ def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
         # Says what contradicts.
         Criteria(namespace=namespace, key=chunk, tag=order.tag, stored_by=order.stored_by, is_all=order.is_all)
         if order.is_dry_run and HOST_NAME in tiers:
-            content.notes.append("what the server's memory holds of it goes, too; a dry run does not look there")
-            note(content.notes[-1])
+            _tell(content.notes, "what the server's memory holds of it goes, too; a dry run does not look there")
         report = _report(order, Selection([], []), [], content)
         if order.origin is not None and HOST_NAME in tiers:
             return _erase_server(link, storage, content, order, tiers)
