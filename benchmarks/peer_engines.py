@@ -18,7 +18,8 @@ own.
            nothing into this one's caches. The ratio is busy / idle. ``server`` is the CPU time of the cache server for
            each chunk given.
            ``openssl`` is the same with nothing of ours at work: OpenSSL's own client reads from OpenSSL's own server on
-           the other core. What that costs the engine is the machine's: its memory, its caches.
+           the other core. What that costs the engine is the machine's: its memory, its caches. Seconds are medians
+           (least to most).
 
 Prints two tables, then JSON. Everything is on one machine, over loopback.
 """
@@ -275,8 +276,8 @@ def measure_door(work: Path, key: Path, pairs: int, source: str) -> dict[str, An
     return {
         "source": source,
         "pairs": pairs,
-        "idle_s": round(statistics.median(seconds["idle"]), 3),
-        "busy_s": round(statistics.median(seconds["busy"]), 3),
+        "idle_s": [round(at(seconds["idle"]), 3) for at in (statistics.median, min, max)],
+        "busy_s": [round(at(seconds["busy"]), 3) for at in (statistics.median, min, max)],
         "ratio": round(statistics.median(ratios), 4),
         "ratio_low": round(low, 4),
         "ratio_high": round(high, 4),
@@ -297,8 +298,9 @@ def show(ttft: dict[str, Any] | None, doors: list[dict[str, Any]]) -> None:
         print("\n| door gives from | pairs | idle, s | busy, s | busy / idle | 95 % | GB/s | server, us a chunk |")
         print("|---|---|---|---|---|---|---|---|")
     for door in doors:
+        idle, busy = ("{} ({} to {})".format(*door[f"{state}_s"]) for state in ("idle", "busy"))
         print(
-            f"| {door['source']} | {door['pairs']} | {door['idle_s']} | {door['busy_s']} | {door['ratio']} | "
+            f"| {door['source']} | {door['pairs']} | {idle} | {busy} | {door['ratio']} | "
             f"{door['ratio_low']} to {door['ratio_high']} | {door['door_gb_per_s']} | {door['server_us_per_chunk']} |"
         )
 

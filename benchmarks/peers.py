@@ -221,6 +221,7 @@ def main() -> None:
             disk.close()
             for path in (directory / "disk").rglob("*.safetensors"):
                 path.read_bytes()  # into the page cache: the link is measured, not the disk
+            os.sync()  # what is written back meanwhile takes a core's memory and time
             for gbit in options.gbit:
                 for one in measure(directory, mib, options.chunks, gbit, options.readers):
                     rows.append(one)
