@@ -119,10 +119,18 @@ ALONE = (
             "tests/vllm/test_simulator.py",
             "tests/vllm/test_simulator_hits.py",
             "tests/vllm/test_simulator_kinds.py",
+            "tests/vllm/test_simulator_offloading_seeds.py",
             "tests/vllm/test_simulator_on_device.py",
             "tests/vllm/test_simulator_states.py",
         ),
-        {"SEEDS": 100, "KIND_SEEDS": 20, "DEVICE_SEEDS": 40, "STATE_SEEDS": 200, "HIT_PROMPTS": 500},
+        {
+            "SEEDS": 100,
+            "KIND_SEEDS": 20,
+            "OFFLOADING_SIMULATOR_SEEDS": 100,
+            "DEVICE_SEEDS": 40,
+            "STATE_SEEDS": 200,
+            "HIT_PROMPTS": 500,
+        },
     ),
 )
 
@@ -131,7 +139,17 @@ SECTIONS = (
     Section("simulation", ("scripts/simulate.py",), {"SCHEDULES": 10_000}, result="build/simulate.json"),
     rest("unit", "not vllm and not slow", *BY_TWO, EXAMPLES=1000, SEEDS=100, TAIL_KILL_STRIDE=1, MODELS=1),
     rest("slow", "slow and not vllm", *BY_TWO, EXAMPLES=1000, SEEDS=100, BUCKET_CHAINS=25),
-    rest("engines", "vllm and not cores", *BY_TWO, KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64, WHOLE_PROMPTS=20),
+    rest(
+        "engines",
+        "vllm and not cores",
+        *BY_TWO,
+        KILLS=20,
+        SEEDS=20,
+        MODELS=1,
+        GARBLED_PROMPTS=64,
+        WHOLE_PROMPTS=20,
+        OFFLOADING_HISTORIES=50,
+    ),
     rest("ranks", "cores", KILLS=20, SEEDS=20, MODELS=1),
     Section("demo", ("demo/run.py",), result="build/demo.json"),
 )

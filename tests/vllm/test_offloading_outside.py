@@ -1,7 +1,7 @@
 """Another engine's questions, which a tier of vLLM's beside ours passes on: vLLM's own manager, a real server.
 
 vLLM's ``p2p`` tier needs a network of GPUs; what it does with its parent (``serve_external_requests``) is done here by
-a tier that copies.
+a tier that copies (``tests/kit/vllm/asking_tier.py``).
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, RequestOffloadingContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
 from tests.kit.server.clients import STORED_BY, namespace_fields
 from tests.kit.server.probe import wait_for
+from tests.kit.vllm.asking_tier import AskingTier
 from tiered_kv.vllm.identity.rows import RowIdentity
 from tiered_kv.vllm.offloading import TieredKVTier
 from tiered_kv.vllm.row_groups import RowGroup
@@ -31,54 +31,6 @@ FULL, STATE = RowGroup(0, TOKENS, None, ((0, 512),)), RowGroup(1, TOKENS, 1, ((6
 
 def key(group: RowGroup, number: int) -> Any:
     return number.to_bytes(32, "big") + group.number.to_bytes(4, "big")
-
-
-class AskingTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped here
-    """Asks its parent for what ``wanted`` names, and copies what there is; vLLM's ``p2p`` sends it to whoever asked."""
-
-    def __init__(self, view: memoryview) -> None:
-        super().__init__(None, view, "asking")
-        self._memory = np.frombuffer(view.cast("B"), np.uint8).reshape(-1, ROW_BYTES)
-        self.wanted: list[Any] = []
-        self.answers: dict[Any, LookupResult] = {}
-        self.got: dict[Any, bytes] = {}
-        self._context: Any = None
-        self._results: list[Any] = []
-
-    def serve_external_requests(self, parent: ParentManager) -> None:
-        if not self.wanted:
-            return
-        if self._context is None:
-            self._context = ReqContext(req_id=f"p2p:{uuid4().hex}")
-            parent.on_new_request(self._context)
-        self.answers = {one: parent.lookup(one, self._context) for one in self.wanted}
-        if {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(self.answers.values()):
-            return
-        if hits := [one for one, answer in self.answers.items() if answer is LookupResult.HIT]:
-            job = parent.create_store_job(hits, self._context)
-            self.got = {one: self._memory[row].tobytes() for one, row in zip(job.keys, job.chunk_ids, strict=True)}
-            self._results.append(JobResult(job.job_id, success=True))
-        parent.on_request_finished(self._context)
-        self.wanted, self._context = [], None
-
-    def get_finished_jobs(self) -> list[Any]:
-        results, self._results = self._results, []
-        return results
-
-    def submit_store(self, job_metadata: Any) -> None:
-        self._results.append(JobResult(job_metadata.job_id, success=True))
-
-    def on_new_request(self, req_context: Any) -> Any:
-        return RequestOffloadingContext()
-
-    def lookup(self, key: Any, req_context: Any) -> Any:
-        return LookupResult.MISS
-
-    def submit_load(self, job_metadata: Any) -> None:
-        raise AssertionError("it has nothing")
-
-    def drain_jobs(self) -> None:
-        pass
 
 
 class Offloading:
@@ -131,7 +83,8 @@ class Offloading:
 def offloading(tmp_path: Path) -> Iterator[Offloading]:
     made = Offloading(tmp_path / "cache")
     yield made
-    made.memory = made.asking._memory = np.empty(0)
+    made.memory = np.empty(0)
+    made.asking.let_go()
     made.manager.shutdown()
 
 

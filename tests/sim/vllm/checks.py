@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.kit.server.probe import figures, is_serving, wait_for
 from tests.kit.storage.disk_probe import blob_files
+from tests.kit.vllm.row_accounts import check_accounts, tier_leaks
 from tests.sim.vllm.engine import SimulatedEngine
 from tests.sim.vllm.model import UNDRAFTED
 
@@ -36,6 +37,21 @@ def leaks(engine: SimulatedEngine) -> list[str]:
         "stores": side.saves.has_work,
         "pending work": engine.connector.has_pending_push_work(),
         "copies in workers": sum(worker.connector._worker._running for worker in engine.workers),
+    }
+    return [f"{what} left: {left}" for what, left in found.items() if left]
+
+
+def offloading_leaks(engine: SimulatedEngine) -> list[str]:
+    """Blocks, requests and rows that are left in vLLM, its offloading or our tier below it."""
+    scheduler, offloading, tier = engine.scheduler, engine.connector.scheduler, engine.row_tier
+    pool = scheduler.kv_cache_manager.block_pool
+    check_accounts(tier)
+    found = {
+        "blocks missing from the pool": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "requests in the scheduler": list(scheduler.requests),
+        "requests in vLLM's offloading": list(offloading._req_status),
+        "jobs in vLLM's offloading": list(offloading._jobs),
+        "in the tier": tier_leaks(tier),
     }
     return [f"{what} left: {left}" for what, left in found.items() if left]
 

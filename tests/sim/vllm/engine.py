@@ -226,6 +226,12 @@ class SimulatedEngine:
         configs: list[Any] = get_kv_cache_configs(self.config, layers, [1 << 30] * ranks, *groups)
         return configs
 
+    @property
+    def row_tier(self) -> Any:
+        """Our tier below vLLM's own offloading."""
+        (tier,) = self.connector.scheduler.manager.secondary_tiers
+        return tier
+
     # -- requests ----------------------------------------------------------------------------------------------
 
     def add(self, request_id: str, prompt: list[int], parameters: Any, **more: Any) -> None:

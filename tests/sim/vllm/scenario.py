@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 from tests.kit.server.probe import is_serving, server_pid, wait_for
 from tests.kit.server.processes import end_server, kill_server
 from tests.kit.storage.disk_probe import blob_files
-from tests.sim.vllm.checks import leaks, server_hits, server_leaks, unanswered, undrafted_blobs
+from tests.sim.vllm.checks import leaks, offloading_leaks, server_hits, server_leaks, unanswered, undrafted_blobs
 from tests.sim.vllm.engine import MAX_MODEL_LEN, Setup, SimulatedEngine
 from tests.sim.vllm.families import DRAFTS, LAYER_OUTERMOST, MATCH_UNIT, STATES
 from tests.sim.vllm.faults import CopyFaults
@@ -294,6 +294,8 @@ def _check_loading(world: _World) -> None:
 
 def _state(engine: SimulatedEngine) -> dict[str, Any]:
     requests = engine.scheduler.requests
+    if engine.setup.offloading is not None:
+        return {"requests": {name: str(request.status) for name, request in requests.items()}}
     return {
         "requests": {name: str(request.status) for name, request in requests.items()},
         "groups": engine.groups,
@@ -485,4 +487,87 @@ def _end_engine(world: _World) -> None:
         neighbour_draft_tokens=engine.findings.neighbour_draft_tokens,
         undrafted_tokens=engine.findings.undrafted_tokens,
         block_copies=engine.findings.block_copies,
+    )
+
+
+# -- below vLLM's own offloading ---------------------------------------------------------------------------------------
+
+NEW_WEIGHTS_SHARE = 0.3
+"""Of waves: how often weights change behind one."""
+
+
+def run_offloading_scenario(plan: Plan, root: Path) -> Outcome:
+    """The same with a tier of ours below vLLM's offloading (``plan.setup.offloading``).
+
+    Without what vLLM's offloading gets wrong by itself: streaming sessions, and weights that change under requests that
+    run on (docs/offloading.md).
+    """
+    plan = replace(plan, moves=replace(plan.moves, session=0.0, new_weights=0.0, skip_load=0.0))
+    source, outcome = random.Random(plan.seed + 1), Outcome()
+    trunks = [[source.randrange(VOCAB) for _ in range(PROMPT_MAX)] for _ in range(TRUNKS)]
+    world = _World(plan, root, _offloading_engine(plan, outcome), source, trunks, outcome)
+    try:
+        for requests in plan.waves:
+            _wave(world, requests)
+            if source.random() < plan.moves.forget_gpu:
+                assert world.engine.scheduler.reset_prefix_cache(), "an engine at rest holds blocks"
+            if plan.moves.lose_blobs and source.random() < plan.moves.lose_blobs:
+                _lose_blobs(world)
+            if source.random() < NEW_WEIGHTS_SHARE:
+                _replace_weights_below_offloading(world)
+            if (
+                source.random() < plan.moves.restart and world.engine.row_tier._jobs.is_ready
+            ):  # else a reset may not be durable
+                _judge_offloading(world)
+                world.engine.close()
+                world.engine = _offloading_engine(plan, outcome, world.engine.model.weights)
+                world.note("restarts")
+        _judge_offloading(world)
+    finally:
+        _thaw(world)
+        world.engine.close()
+        end_server(root)
+    return world.outcome
+
+
+def _offloading_engine(plan: Plan, outcome: Outcome, weights: int = 1) -> SimulatedEngine:
+    """An engine whose tier counts its rows in the outcome."""
+    engine = SimulatedEngine(plan.setup, plan.seed, weights)
+    metrics = engine.row_tier._metrics
+    count = metrics.count
+
+    def note(name: str, number: int, label: str = "") -> None:
+        outcome.counts[f"{name} {label}".strip()] += number
+        count(name, number, label)
+
+    metrics.count = note
+    return engine
+
+
+def _replace_weights_below_offloading(world: _World) -> None:
+    """While requests run: vLLM preempts them."""
+    engine = world.engine
+    for _ in range(world.source.randrange(1, 4)):
+        _send(world)
+    for _ in range(world.source.randrange(20)):
+        engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    wait_for(lambda: _is_quiet(world), "loads in flight", deadline_s=RUN_MAX_S)
+    engine.replace_weights()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    world.note("weight_updates")
+    _wave(world, 0)
+
+
+def _judge_offloading(world: _World) -> None:
+    """Judge an engine at rest: what it answered, and what vLLM and the tier still hold."""
+    engine, outcome = world.engine, world.outcome
+    asked = {name: tokens for name, tokens in world.limits.items() if name in engine.answers}
+    outcome.wrong += engine.findings.wrong + unanswered(engine, asked, world.aborted) + offloading_leaks(engine)
+    outcome.counts.update(
+        requests=len(engine.answers),
+        preemptions=engine.preemptions,
+        checked_tokens=engine.findings.checked_tokens,
+        wrong_tokens=engine.findings.wrong_tokens,
+        wrong_answers=engine.findings.wrong_answers,
     )
