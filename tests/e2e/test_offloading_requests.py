@@ -1,19 +1,23 @@
 """What requests say to our tier below vLLM's offloading, and what is worth waiting for, in a real engine."""
 
 import itertools
+import resource
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit.server.probe import counted, in_memory, wait_for, wait_written
+from tests.kit.server.probe import counted, in_memory, server_pid, wait_for, wait_written
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import assert_same
 from tests.kit.vllm.harness import Answer, as_answer, random_prompt, reset_gpu_cache, zero_kv
 from tests.kit.vllm.offloading_engine import ROW_TOKENS, ask, offloading_engine, on_disk, step, tier_of
 from tiered_kv.ops.server_link import ServerLink
 from tiered_kv.tiers.disk.pins import read_pins
+from tiered_kv.vllm.row_waits import RETRY_S
 
 pytestmark = pytest.mark.vllm
 
@@ -95,6 +99,50 @@ def test_only_what_is_read_faster_than_computed_is_promoted(llm: Any, root: Path
     assert ("not_loaded", ROWS, "too_slow") in counts
     assert_same(computed, cold)
     assert_same(loaded, cold)
+
+
+@contextmanager
+def no_descriptors(root: Path) -> Iterator[None]:
+    """The server can open no file: each read fails."""
+    pid = server_pid(root)
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))  # those that it has stay
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_disk_of_which_a_read_has_failed_is_not_left_alone_for_ever(
+    llm: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a read that failed nothing is expected of a tier, and nobody reads from it but for what is expected."""
+    prompt, tier, fillers = random_prompt(51, ROW_TOKENS + 20), tier_of(llm), itertools.count(5000, 10)
+
+    def again() -> Answer:
+        push_out(llm, next(fillers))
+        wait_written(root)
+        with ServerLink.of_directory(root) as link:
+            link.evict("host", b"", None, holes=True)
+        tier.waits._prefill.tokens_per_s = 1.0
+        (answer,) = ask(llm, prompt)
+        return answer
+
+    (cold,) = ask(llm, prompt)
+    push_out(llm, next(fillers))
+    wait_written(root)
+    tier.waits._prefill.tokens_per_s = 1.0
+    with no_descriptors(root):
+        (failed,) = ask(llm, prompt)
+    assert failed.cached_tokens == 0
+    now_s = time.monotonic()
+    monkeypatch.setattr(tier.waits, "_monotonic", lambda: now_s)
+    assert again().cached_tokens == 0, "nothing is expected of the disk"
+    now_s += RETRY_S
+    retried, measured = again(), again()
+    assert (retried.cached_tokens, measured.cached_tokens) == (ROW_TOKENS, ROW_TOKENS)
+    for answer in (failed, retried, measured):
+        assert_same(answer, cold)
 
 
 def test_a_sessions_end_and_hints_are_carried_out(llm: Any, root: Path) -> None:

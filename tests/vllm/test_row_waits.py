@@ -1,11 +1,13 @@
 """Whether rows are loaded: by what vLLM's scheduler plans, and by what the server says that reading takes."""
 
+import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tiered_kv.vllm.row_waits import RowWaits
+from tiered_kv.vllm.row_waits import RETRY_S, RowWaits
 from tiered_kv.vllm.wait_policy import PREFILL_TOKENS_PER_S_DEFAULT, TRUSTED_SHARE, UNPROVEN_SHARE
 
 pytestmark = pytest.mark.vllm
@@ -88,6 +90,37 @@ def test_a_time_that_was_set_holds_whatever_was_measured() -> None:
     assert waits.load_s(1, is_measured=True) == waits.load_s(1, is_measured=False) == 70
     assert waits.search_s(1, 1.0) == 1.0
     assert prefilling(1_000, fixed_ms=0).worth([(1, 0.0)], ROW) == 0
+
+
+def test_what_is_too_slow_is_tried_again_now_and_then_and_not_at_once() -> None:
+    engine = Engine()
+    engine.now_s = 100.0
+    assert not engine.waits.tries_again(), "it was measured just now"
+    engine.now_s += RETRY_S - 1
+    assert not engine.waits.tries_again()
+    engine.now_s += 1
+    assert [engine.waits.tries_again() for _ in range(3)] == [True, False, False]
+    engine.now_s += RETRY_S
+    assert [engine.waits.tries_again() for _ in range(3)] == [True, False, False]
+
+
+def test_a_request_that_tries_again_does_so_for_all_its_groups_and_leaves_alone_what_is_worth_it() -> None:
+    from tiered_kv.vllm.offloading import TieredKVTier, _Request
+
+    engine, first, second = Engine(), _Request(0, {}), _Request(0, {})
+    tier = SimpleNamespace(waits=engine.waits)
+
+    def believed(request: _Request, *read_s: float) -> list[float | None]:
+        parts = [(rows, one) for rows, one in enumerate(read_s, 1)]
+        return [one for _, one in TieredKVTier._believed(tier, request, parts, ROW)]  # type: ignore[arg-type]
+
+    assert believed(first, 50.0, math.inf) == [50.0, math.inf]
+    engine.now_s += RETRY_S
+    assert believed(second, 0.0, math.inf) == [0.0, math.inf], "a part of it comes in time"
+    assert believed(first) == []
+    assert believed(first, 50.0, math.inf) == [None, None]
+    assert believed(second, math.inf) == [math.inf]
+    assert believed(first, math.inf) == [None]
 
 
 def test_requests_that_are_over_are_forgotten() -> None:

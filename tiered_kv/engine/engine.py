@@ -904,7 +904,10 @@ class Engine:
 
 
 def _arrived(size_bytes: int, outcome: Outcome) -> int | None:
-    """What a read moved: all of the blob even if it was bad, nothing if it failed, None if there was no blob."""
-    if outcome is Outcome.MISSING:
+    """What a read moved: all of the blob even if it was bad, nothing if it failed, None if none was to be read.
+
+    As where its row was taken back before it began: that is no failure of the tier.
+    """
+    if outcome in (Outcome.MISSING, Outcome.ROW_GONE):
         return None
-    return 0 if outcome in (Outcome.UNAVAILABLE, Outcome.ROW_GONE) else size_bytes
+    return 0 if outcome is Outcome.UNAVAILABLE else size_bytes

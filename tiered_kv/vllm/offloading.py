@@ -37,7 +37,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -172,6 +172,7 @@ class _Request:
         prefix: All of its rows, where they are those of one prefix: of full attention, in one group.
         may_look_up: Whether ranks hold that adapter, as of ``step``.
         was_closed: They would have been, and so vLLM has asked for windows and states since.
+        is_retry: It loads rows that are too slow, by what was measured (:meth:`RowWaits.tries_again`).
         is_waiting: For one of these vLLM was told to ask again, since the step began.
         again_since_s: Since when vLLM was told nothing but to ask again, in one step after the other.
     """
@@ -191,6 +192,7 @@ class _Request:
     adapter: Adapter | None = None
     is_left_alone: bool = False
     may_look_up: bool = True
+    is_retry: bool = False
     prefix: _Rows | None = None
 
     def of(self, key: bytes) -> _Rows | None:
@@ -535,11 +537,24 @@ class TieredKVTier(SecondaryTierManager):
         if held is not None:
             # Rows of all groups of full attention come at the same time, and save the same tokens.
             prefixes = sum(not one.forgets for one in request.rows.values())
-            worth = find.first + self.waits.worth(find.parts, tokens / prefixes)
+            parts = self._believed(request, find.parts, tokens / prefixes)
+            worth = find.first + self.waits.worth(parts, tokens / prefixes)
             self._metrics.count(NOT_LOADED, max(0, held - max(worth, find.first)), "too_slow")
-            rows.is_measured = all(read_s is not None for _, read_s in find.parts)
+            rows.is_measured = all(read_s is not None for _, read_s in parts)
             rows.held = min(held, worth) if held > find.first else held
         return rows.held
+
+    def _believed(
+        self, request: _Request, parts: Sequence[tuple[int, float | None]], row_tokens: float
+    ) -> Sequence[tuple[int, float | None]]:
+        """What is held and when it would be here; where all of it is too slow, now and then nobody knows when.
+
+        For all of the request's groups of layers then: a hit needs rows of each.
+        """
+        if not parts or self.waits.worth(parts, row_tokens):
+            return parts
+        request.is_retry = request.is_retry or self.waits.tries_again()
+        return [(rows, None) for rows, _ in parts] if request.is_retry else parts
 
     # -- layers that forget --------------------------------------------------------------------------------------------
 
@@ -550,8 +565,8 @@ class TieredKVTier(SecondaryTierManager):
             if rows.find is not None and rows.held is None:
                 self._take_held(jobs, request, rows)
         for rows in forgetting:
-            for key, find in list(rows.asked.items()):
-                self._take_one(jobs, rows, key, find, key_positions(req_context).get(key, 0))
+            for key in list(rows.asked):
+                self._take_one(jobs, request, rows, key, key_positions(req_context).get(key, 0))
         if request.was_closed:
             answered = [rows.found.values() for rows in forgetting if rows.found]
             are_found = bool(answered) and all(map(any, answered)) and not any(rows.asked for rows in forgetting)
@@ -563,19 +578,22 @@ class TieredKVTier(SecondaryTierManager):
                     rows.found_end = max((ends.get(key, 0) for key, found in rows.found.items() if found), default=0)
         request.is_waiting = False
 
-    def _take_one(self, jobs: RowJobs, rows: _Rows, key: bytes, find: Find, end: int) -> None:
+    def _take_one(self, jobs: RowJobs, request: _Request, rows: _Rows, key: bytes, end: int) -> None:
         """The answer to a question for one row of layers that forget, if it is there.
 
         A hit needs as many rows as the window has, and saves all tokens up to its end.
         """
+        find = rows.asked[key]
         if rows.is_named:
             end = rows.group.tokens  # what is before it, whoever asks has or has not
         if (held := jobs.answer(find, self.waits.search_s(end, SEARCH_S))) is None:
             return
         del rows.asked[key]
-        is_worth = self.waits.worth(find.parts, end / max(rows.group.window_rows or 1, 1)) > 0
+        row_tokens = end / max(rows.group.window_rows or 1, 1)
+        parts = self._believed(request, find.parts, row_tokens)
+        is_worth = self.waits.worth(parts, row_tokens) > 0
         self._metrics.count(NOT_LOADED, int(held > 0 and not is_worth), "too_slow")
-        rows.is_measured &= all(read_s is not None for _, read_s in find.parts)
+        rows.is_measured &= all(read_s is not None for _, read_s in parts)
         rows.found[key] = held > 0 and is_worth
 
     def _look_at_one(self, jobs: RowJobs, request: _Request, rows: _Rows, key: bytes, req_context: "ReqContext") -> Any:

@@ -5,14 +5,21 @@ tells a tier of no rate. So the steps that its scheduler plans are measured, as 
 a row is a hit where reading it, and those before it, should take at most ``TRUSTED_SHARE`` of computing them, and is
 waited for as long as that. What comes from a tier of unknown speed gets ``UNPROVEN_SHARE``.
 
+Nothing is read here that no request waits for, so a tier that was once too slow, or failed, would not be measured again
+by anybody: now and then one request has its rows loaded as from a tier of unknown speed.
+
 Called by the tier, in vLLM's scheduler thread. Units: seconds, tokens.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from tiered_kv.vllm.wait_policy import TRUSTED_SHARE, UNPROVEN_SHARE, PrefillRate
+
+RETRY_S: Final = 10.0
+"""So long rows are taken for too slow, before one request loads them all the same, which may cost it
+``UNPROVEN_SHARE``."""
 
 
 class RowWaits:
@@ -35,6 +42,7 @@ class RowWaits:
         self._monotonic = monotonic
         self._prefill = PrefillRate()
         self._prompts: dict[str, int] = {}  # tokens of each, of requests that run
+        self._retry_due_s: float | None = None  # None: nothing was too slow yet
 
     def step(self, output: Any) -> None:
         """Note a step that vLLM's scheduler has planned."""
@@ -62,6 +70,16 @@ class RowWaits:
             if read_s is None or self._fixed_s is not None or read_s <= limit_s:
                 best = rows
         return 0 if self._fixed_s == 0 else best
+
+    def tries_again(self) -> bool:
+        """Whether a request is to load rows that are too slow, by what was measured: once in ``RETRY_S``."""
+        now_s = self._monotonic()
+        if self._retry_due_s is None:
+            self._retry_due_s = now_s + RETRY_S
+        if now_s < self._retry_due_s:
+            return False
+        self._retry_due_s = now_s + RETRY_S
+        return True
 
     def load_s(self, tokens: float, *, is_measured: bool) -> float:
         """How long a load that saves so many tokens is waited for."""
