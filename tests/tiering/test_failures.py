@@ -1,5 +1,7 @@
 """What a failure leaves behind: rule 4, outcome by outcome."""
 
+import itertools
+
 import pytest
 
 from tests.kit.tiering.oracle import Blob
@@ -54,6 +56,22 @@ def test_a_store_during_the_deletion_is_written_after_it():
     assert not story.waiting(Write)
     story.finish_all()
     assert story.media[1][SMALL.key(PREFIX[:2])] is Blob.GOOD
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(chunks_of(PREFIX))))
+def test_a_prefix_stored_while_its_bad_blobs_are_deleted_is_written_whole_whichever_is_gone_first(order):
+    story = Story(found=chunks_of(PREFIX))
+    for path in chunks_of(PREFIX):
+        story.damage(1, SMALL.key(path), Blob.CORRUPT)
+    story.ask(PREFIX)
+    story.end_every(Read)
+    story.commit_prefix(PREFIX)
+    story.end_every(Seal)
+    for path in order:
+        story.end(Delete, path)
+    story.finish_all()
+    assert [story.media[1].get(SMALL.key(path)) for path in chunks_of(PREFIX)] == [Blob.GOOD] * 3
+    assert story.counted("write_dropped_no_parent") == 0
 
 
 def test_a_corrupt_blob_that_cannot_be_deleted_is_never_held_nor_read_again():

@@ -1,5 +1,6 @@
 """Uses of lent rows, as tiering decides on them: each ends once, and what it leaves behind is as with slots."""
 
+import itertools
 import random
 from collections.abc import Iterable
 from itertools import pairwise
@@ -448,6 +449,80 @@ def test_a_row_that_is_being_written_while_its_chunk_is_erased_is_its_engines_wh
     assert rows.told(uses) == ["good"]
     rows.end_every(Delete)
     assert not len(rows.tiering._rows)
+
+
+def rows_that_wait_for_deletions() -> tuple[Rows, list[RowUse], list[Job]]:
+    """A prefix is stored again while the damaged blobs of its chunks are deleted, by several threads in any order."""
+    rows = Rows()
+    rows.store(*PREFIX)
+    rows.end_every(WriteRow)
+    rows.load(*PREFIX)
+    rows.end_every(ReadRow, outcome=Outcome.CORRUPT)
+    uses = rows.store(*PREFIX)
+    deletions = rows.waiting(Delete)
+    assert len(deletions) == 3 and rows.told(uses) == [None] * 3
+    return rows, uses, deletions
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_rows_whose_bad_blobs_are_deleted_in_any_order_are_all_stored_again(order: tuple[int, ...]) -> None:
+    """A chunk whose own blob was gone before its parent's was not written, nor any behind it."""
+    rows, uses, deletions = rows_that_wait_for_deletions()
+    for place in order:
+        rows.end(deletions[place])
+    rows.end_every(WriteRow)
+    assert rows.told(uses) == ["good"] * 3 and all(map(rows.is_below, PREFIX)) and not dropped(rows)
+
+
+def test_rows_behind_one_whose_bad_blob_is_still_deleted_are_stored_behind_it() -> None:
+    """Theirs were never there, or are gone for long."""
+    rows, uses = rows_that_wait_for_a_deletion()
+    uses += rows.store((1, 2), (1, 2, 3))
+    assert rows.told(uses) == [None] * 3 and not rows.waiting(WriteRow)
+    rows.end_every(Delete)
+    rows.end_every(WriteRow)
+    assert rows.told(uses) == ["good"] * 3 and all(map(rows.is_below, PREFIX)) and not dropped(rows)
+
+
+@pytest.mark.parametrize("end", ["fails", "is taken back", "is erased", "takes no writes"])
+def test_rows_that_wait_behind_a_deletion_after_which_nothing_is_written_are_given_back(end: str) -> None:
+    rows, uses, deletions = rows_that_wait_for_deletions()
+    for place in (2, 1):
+        rows.end(deletions[place])
+    assert rows.told(uses) == [None] * 3
+    if end == "is taken back":
+        rows.tiering.take_rows_back(uses[:1])
+    elif end == "is erased":
+        *_, count = rows.tiering.erasing(1, SMALL.namespace, SMALL.record((1,)).tag)
+        assert count is not None
+    elif end == "takes no writes":
+        rows.tiering.set_readable(1, False)
+    rows.step()
+    rows.end(deletions[0], Outcome.UNAVAILABLE if end == "fails" else Outcome.OK)
+    assert rows.told(uses) == ["bad"] * 3 and not rows.waiting(WriteRow)
+    assert rows.tiering.pending_writes == 0 and not len(rows.tiering._rows)
+    rows.tiering.set_readable(1, True)
+    again = rows.store(*PREFIX)
+    rows.end_every(Delete)
+    rows.end_every(WriteRow)
+    assert rows.told(again) == ["good"] * 3
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNAVAILABLE])
+def test_rows_behind_one_that_is_evicted_and_stored_again_are_stored_whatever_becomes_of_the_eviction(
+    outcome: Outcome,
+) -> None:
+    rows = Rows(capacity=4 * SMALL.slot_bytes)
+    rows.store((1,), (1, 2))
+    rows.end_every(WriteRow)
+    rows.tiering._tiers[1].evict(2 * SMALL.slot_bytes)
+    rows.step()
+    child, parent = rows.waiting(Delete)
+    uses = rows.store((1,), (1, 2))
+    rows.end(child)
+    rows.end(parent, outcome)
+    rows.end_every(WriteRow)
+    assert rows.told(uses) == ["good", "good"] and rows.is_below((1,)) and rows.is_below((1, 2))
 
 
 def test_a_row_that_waits_for_a_deletion_that_fails_is_given_back() -> None:

@@ -241,13 +241,17 @@ class SecondaryTier:
         if entry.blobs[self.number] is BlobState.DELETING:
             self._enqueue_after_delete.add(entry)
 
+    def is_coming(self, entry: Entry) -> bool:
+        """Whether the blob is here or is going to be, also behind the deletion of a bad one."""
+        return self.contains(entry) or entry in self._enqueue_after_delete
+
     def start_or_wait(self, entry: Entry) -> None:
         """Write a queued chunk now if its parent is here, else when the parent gets here."""
         if self._may_write(entry):
             self._ready[entry] = None
             return
         parent = self._index.parent(entry)
-        assert parent is not None and parent.blobs[self.number] in CLAIMED, "a queued write waits for nobody"
+        assert parent is not None and self.is_coming(parent), "a queued write waits for nobody"
         self._waiting.setdefault(parent, {})[entry] = None
 
     def _write_next(self, entry: Entry) -> None:
@@ -604,7 +608,9 @@ class SecondaryTier:
 
     def cancel_write(self, entry: Entry) -> None:
         """Nothing of the chunk is written any more that was not begun; nor of those behind it."""
-        self._enqueue_after_delete.discard(entry)
+        if entry in self._enqueue_after_delete:
+            self._enqueue_after_delete.remove(entry)
+            self.drop_descendants(entry)
         self._evicting.discard(entry)
         self.drop(entry, "erased")
 
@@ -658,6 +664,8 @@ class SecondaryTier:
             self.release_bytes(entry, BlobState.ABSENT)
             if is_stored_again:
                 self._source.enqueue_write(entry)
+                if not self.contains(entry):
+                    self.drop_descendants(entry)
             self._index.remove_if_gone(entry)
         else:
             self._counters["delete_failed"] += 1
@@ -672,6 +680,10 @@ class SecondaryTier:
                 self._source.not_deleted(entry)
             if self._ready:
                 self.drop(next(iter(self._ready)), "no_room")
+            if state is BlobState.PRESENT:
+                self._release_waiting(entry)
+            else:
+                self.drop_descendants(entry)
         self.start_writes()
 
     def restore(self, entry: Entry, size_bytes: int) -> None:
@@ -733,7 +745,7 @@ class SecondaryTier:
         assert self._deleting_bytes == sum(e.blob_bytes[self.number] for e in deleting), "deleting bytes drifted"
         assert by_state[BlobState.CORRUPT] <= self._corrupt <= by_state[BlobState.CORRUPT] | deleting
         assert self._enqueue_after_delete | self._evicting <= deleting, "a claim waits for a deletion that ended"
-        assert all(parent.blobs[self.number] in CLAIMED for parent in self._waiting), "a write waits for a lost parent"
+        assert all(map(self.is_coming, self._waiting)), "a write waits for a lost parent"
         waiting = [child for children in self._waiting.values() for child in children]
         assert set(self._ready) == set(filter(self._may_write, queued)), "a write was forgotten, or given up and not"
         assert queued.issuperset(waiting), "a write that was given up is remembered"
@@ -747,7 +759,7 @@ class SecondaryTier:
     def _check_queued(self, entry: Entry) -> None:
         parent = self._index.parent(entry)
         if entry.record.chunk_index:
-            assert parent is not None and parent.blobs[self.number] in CLAIMED, "a child is queued without its parent"
+            assert parent is not None and self.is_coming(parent), "a child is queued without its parent"
         if self._may_write(entry):
             is_busy = self._writing == self._writes_max or self._deleting_bytes
             assert is_busy or not self.takes_writes, "a write waits for nothing"

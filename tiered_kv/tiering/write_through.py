@@ -156,7 +156,7 @@ class WriteThrough:
 
     def _enqueue_row(self, entry: Entry) -> None:
         parent = self._index.parent(entry)
-        if entry.record.chunk_index and (parent is None or parent.blobs[self.tier.number] not in CLAIMED):
+        if entry.record.chunk_index and (parent is None or not self.tier.is_coming(parent)):
             self._counters["row_dropped_no_parent"] += 1
         elif entry.blobs[self.tier.number] is BlobState.ABSENT and self.tier.takes_writes:
             self.tier.queue(entry)
@@ -228,7 +228,7 @@ class WriteThrough:
             return
         parent = self._index.parent(entry)
         is_first = entry.record.chunk_index == 0
-        if not is_first and (parent is None or parent.blobs[tier.number] not in CLAIMED):
+        if not is_first and (parent is None or not tier.is_coming(parent)):
             if parent is not None and parent in self._deferred:
                 self._defer(entry)
             else:
