@@ -190,16 +190,20 @@ class Arena:
 
         Args:
             left_mapped: Slabs whose addresses nothing else may get while this process lives.
+
+        Raises:
+            BufferError: One is not; that slab, and those before it, are unmapped by the next call.
         """
         for view in getattr(self, "_views", []):
             view.release()
         self._views = []
         while self._maps:
-            slab = self._maps.pop()
-            if len(self._maps) in left_mapped:
+            slab = self._maps[-1]
+            if len(self._maps) - 1 in left_mapped:
                 _LEFT_MAPPED.append(slab)
             else:
                 slab.close()
+            self._maps.pop()  # not before: a slab that is still looked at is the next call's
         while self.slab_fds:
             os.close(self.slab_fds.pop())
 
