@@ -584,6 +584,37 @@ def test_a_flush_that_fails_is_tried_again(memory, caplog):
     world.close()
 
 
+def test_pins_of_many_chunks_take_a_part_of_each_step(memory, monkeypatch):
+    """A later look at them waits until the one before has had its effect: or there might never be any."""
+    monkeypatch.setattr("tiered_kv.tiering.tiers.PINNED_AT_ONCE", 1)
+    world = EngineWorld(memory)
+    world.store(started(world), (1, 2, 3, 4, 5))
+    pins = [SPACES["small"].key((1, 2, 3, 4, 5))]
+    monkeypatch.setattr(memory, "pinned", lambda: list(pins))
+
+    def look():
+        world.clock.advance(memory.traits.flush_interval_s)
+        world.step()
+        while world.executor.step():
+            pass
+
+    def kept():
+        return world.tiering.tier_usage(1).pinned_bytes // BLOB_BYTES, world.engine.wait_s == 0.0
+
+    look()
+    assert kept() == (0, False), "nobody has taken it in"
+    world.step()
+    assert kept() == (0, True)
+    pins[:] = [SPACES["small"].key((1,))]
+    look()
+    seen = []
+    for _ in range(7):
+        world.step()
+        seen.append(kept())
+    assert seen == [*[(0, True)] * 4, *[(5, True)] * 2, (1, False)]
+    world.close()
+
+
 def test_memory_that_the_machine_refused_is_asked_for_again_later(memory, monkeypatch):
     world = EngineWorld(memory)
     refusals = []

@@ -1,12 +1,15 @@
 """Pins that requests ask for: keep a prefix on a real server's disk and in a bucket, within a share of the limits."""
 
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.kit.counts import count, seed
 from tests.kit.engine_world import BLOB_BYTES, EngineWorld
 from tests.kit.fake_clock import FakeClock
 from tests.kit.server.clients import SmallEngine, hello, poll_until, refusal, settings, tell
@@ -18,7 +21,7 @@ from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.location import parse_location
 from tiered_kv.server import protocol as m
-from tiered_kv.server.pins import LOOK_IN_BUCKET_EVERY_S, RECOUNT_S, Pinning
+from tiered_kv.server.pins import _ALL, LOOK_IN_BUCKET_EVERY_S, RECOUNT_S, Pinning, _Kept, _KeptChunks
 from tiered_kv.tiers.disk.pins import changing_pins, read_pins
 from tiered_kv.tiers.object.store import ObjectStore
 
@@ -484,3 +487,43 @@ def test_requests_may_pin_a_part_of_what_their_model_may_take(engine: EngineStar
     wait_counted(root, "request_pins_refused", 1)
     assert one.client.pin(name_of(one, 1).key, 600)
     wait_counted(root, "request_pins", 1)
+
+
+# -- what pins keep ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(seed(), seed() + count("SEEDS", 4)))
+def test_what_pins_keep_is_counted_as_they_come_and_end(number: int) -> None:
+    """Against a count of all that is kept, after each pin."""
+    source, counted, kept = random.Random(number), _KeptChunks(), dict[bytes, _Kept]()
+    for now_s in range(200):
+        space, tag = source.choice([b"one", b"two"]), bytes([source.randrange(5)])
+        prefix = {space + bytes([chunk]): 10 + chunk for chunk in range(source.randrange(1, 20))}
+        until_s = now_s + source.randrange(1, 40)
+        counted.add(space, prefix, until_s, tag)
+        kept |= {
+            key: _Kept(until_s, size_bytes, space, tag)
+            for key, size_bytes in prefix.items()
+            if key not in kept or kept[key].until_s < until_s
+        }
+        counted.forget_ended(now_s)
+        kept = {key: one for key, one in kept.items() if one.until_s > now_s}
+        sizes = Counter[tuple[bytes, bytes]]()
+        for one in kept.values():
+            for place in ((one.namespace, one.tag), (one.namespace, _ALL), (_ALL, one.tag), (_ALL, _ALL)):
+                sizes[place] += one.size_bytes
+        assert counted.by_key == kept and dict(counted.size_bytes) == dict(sizes)
+        assert dict(counted.chunks) == dict(Counter(one.tag for one in kept.values()))
+
+
+def test_what_stays_pinned_is_not_counted_anew_when_pins_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """65,536 chunks of them: the server's loop would stand still for 0.2 s, once a second."""
+    kept, looked_at = _KeptChunks(), []
+    kept.add(b"space", {bytes([chunk]): 1 for chunk in range(200)}, 100.0, NO_TAG)
+    kept.add(b"space", {bytes([chunk]): 1 for chunk in range(200, 202)}, 10.0, NO_TAG)
+    plain = _KeptChunks._count
+    monkeypatch.setattr(_KeptChunks, "_count", lambda *given: (looked_at.append(given), plain(*given)))
+    kept.forget_ended(5.0)
+    assert not looked_at
+    kept.forget_ended(10.0)
+    assert (len(looked_at), len(kept.by_key), kept.size_bytes[_ALL, _ALL]) == (2, 200, 200)

@@ -131,6 +131,16 @@ def test_what_is_wanted_is_written_at_once_with_the_prefix_before_it(how):
     assert story.is_below(PREFIX[:2]) and not story.is_below(PREFIX)
 
 
+def test_what_many_pins_want_is_written_while_they_are_looked_at(monkeypatch):
+    monkeypatch.setattr("tiered_kv.tiering.tiers.PINNED_AT_ONCE", 1)
+    story = SelectiveStory()
+    story.store(PREFIX)
+    for _ in story.tiering.pinning(1, [SMALL.key(chunk) for chunk in chunks_of(PREFIX)]):
+        story.step()
+    story.finish_all()
+    assert story.is_below(PREFIX) and story.uses(PREFIX) == [1, 1, 1]
+
+
 def test_another_namespace_cannot_want_a_chunk():
     story = SelectiveStory()
     story.store((1,))

@@ -166,6 +166,39 @@ def test_a_tier_full_of_pins_refuses_writes_and_keeps_its_limit():
     story.check()
 
 
+def test_many_pins_are_looked_at_in_parts_and_kept_with_the_last_of_them(monkeypatch):
+    """The server's loop stood still for 0.15 s at 100,000 pinned chunks, every five seconds."""
+    monkeypatch.setattr("tiered_kv.tiering.tiers.PINNED_AT_ONCE", 8)
+    prompt = tuple(range(1, 13))
+    story = Story(capacities=(14 * SIZE,), found=[*chunks_of(prompt), (20,)])
+    story.tiering.set_pinned(DISK, [SMALL.key((20,))])
+    parts = story.tiering.pinning(DISK, [SMALL.key(chunk) for chunk in chunks_of(prompt)])
+    for _ in range(3):  # 12 chunks, and the end of the way before each pin
+        next(parts)
+        assert story.tiering.tier_usage(DISK).pinned_bytes == SIZE
+    assert list(parts) == [], "each chunk is looked at once, however many pins it is before"
+    assert story.tiering.tier_usage(DISK).pinned_bytes == 12 * SIZE
+
+
+def test_what_comes_and_goes_while_pins_are_looked_at_is_right_with_the_next_look(monkeypatch):
+    monkeypatch.setattr("tiered_kv.tiering.tiers.PINNED_AT_ONCE", 1)
+    story = Story(capacities=(4 * SIZE,), found=[(1,), (1, 2), (1, 2, 3)])
+    pins = [SMALL.key((1, 2, 3)), SMALL.key((5,))]
+    parts = story.tiering.pinning(DISK, pins)
+    next(parts)
+    assert remove(story, DISK) == (3, 0, 0)
+    story.finish_all()
+    story.store((5,))
+    assert len(list(parts)) == 3 and story.tiering.tier_usage(DISK).pinned_bytes == SIZE
+    story.store((1, 2, 3))
+    story.tiering.set_pinned(DISK, pins)
+    assert story.tiering.tier_usage(DISK).pinned_bytes == 4 * SIZE
+    for number in range(10, 14):
+        story.store((number,))
+    assert all(story.is_below(chunk) for chunk in [(1,), (1, 2), (1, 2, 3), (5,)])
+    story.check()
+
+
 def test_who_says_it_by_name_removes_a_pinned_chunk():
     """The command line asks for the pins itself: an order that names a chunk is one."""
     story = Story(found=[(1,)])

@@ -217,6 +217,7 @@ class Engine:
         self._flush_due_s = {number: now_s + tier.traits.flush_interval_s for number, tier in self.tiers.items()}
         self._flushing: set[int] = set()
         self._pins: dict[int, Collection[bytes] | None] = {}
+        self._pinning: tuple[int, Iterator[None]] | None = None  # a tier, and the steps that are left
         self._full_of_pins: set[int] = set()  # tiers of which that was said
         self._describing: set[int] = set()
         self._undescribed: dict[int, dict[bytes, tuple[Namespace, str]]] = {number: {} for number in self.tiers}
@@ -263,7 +264,8 @@ class Engine:
                 self.tiering.restore(number, info.record, info.size_bytes)
                 count += 1
                 size_bytes += info.size_bytes
-            self._set_pinned(number, tier.pinned())
+            self.tiering.set_pinned(number, tier.pinned())
+            self._warn_of_pins(number)
             self.tiering.restored(number, max(0, tier.usage().used_bytes - size_bytes))
             seconds = self.clock.monotonic() - started_s
             logger.info("tier scanned. tier=%s blobs=%d seconds=%.3f", tier.traits.name, count, seconds)
@@ -647,8 +649,7 @@ class Engine:
         now_s = self.clock.monotonic()
         self.tiering.expire_leases(now_s)
         self._keep_time(now_s)
-        while self._pins:
-            self._set_pinned(*self._pins.popitem())
+        self._keep_pinned()
         self._submit_jobs()
         self._keep_uses(now_s)
         is_due = now_s >= self._progress_due_s
@@ -660,9 +661,20 @@ class Engine:
                 lent.end((*update.good, *update.bad, *update.elsewhere))
         return updates
 
-    def _set_pinned(self, number: int, keys: Collection[bytes] | None) -> None:
-        """Keep what is pinned, and say once where that leaves a tier no room for anything else."""
-        self.tiering.set_pinned(number, keys)
+    def _keep_pinned(self) -> None:
+        """Go on with what the last look at the pins found, a part with each step."""
+        while self._pinning is not None or self._pins:
+            if self._pinning is None:  # a later look waits until an earlier one has had its effect
+                number, keys = self._pins.popitem()
+                self._pinning = number, self.tiering.pinning(number, keys)
+            number, steps = self._pinning
+            if next(steps, self) is not self:
+                return
+            self._pinning = None
+            self._warn_of_pins(number)
+
+    def _warn_of_pins(self, number: int) -> None:
+        """Say once where pins leave a tier no room for anything else."""
         pinned_bytes = self.tiering.tier_usage(number).pinned_bytes
         capacity_bytes = self.tiers[number].usage().capacity_bytes
         if capacity_bytes is None or pinned_bytes <= PINNED_SHARE_MAX * capacity_bytes:
@@ -688,7 +700,7 @@ class Engine:
     @property
     def wait_s(self) -> float | None:
         """How long :meth:`step` may be left uncalled if nothing happens; None: for ever."""
-        if self._finished or self.tiering.wants_turn:
+        if self._finished or self._pinning is not None or self.tiering.wants_turn:
             return 0.0
         return max(0.0, self._progress_due_s - self.clock.monotonic()) if self.tiering.has_progress else None
 

@@ -101,6 +101,7 @@ class _KeptChunks:
         self.by_key: dict[bytes, _Kept] = {}
         self.size_bytes: Counter[tuple[bytes, bytes]] = Counter()  # by namespace and tag; _ALL: of all of them
         self.chunks: Counter[bytes] = Counter()  # by tag
+        self._ending: dict[float, set[bytes]] = {}  # keys by their ends
 
     def add(self, namespace: bytes, prefix: Mapping[bytes, int], until_s: float, tag: bytes) -> None:
         """Count a pin of the last of these chunks."""
@@ -110,22 +111,33 @@ class _KeptChunks:
                 continue
             if before is not None:
                 size_bytes = before.size_bytes
-                self._count(before, -1)
+                self._forget(key)
             self.by_key[key] = _Kept(until_s, size_bytes, namespace, tag)
+            self._ending.setdefault(until_s, set()).add(key)
             self._count(self.by_key[key], 1)
 
     def forget_ended(self, now_s: float) -> None:
-        """Leave out what is kept no longer."""
-        self.by_key = {key: kept for key, kept in self.by_key.items() if kept.until_s > now_s}
-        self.size_bytes.clear()
-        self.chunks.clear()
-        for kept in self.by_key.values():
-            self._count(kept, 1)
+        """Leave out what is kept no longer. What stays is not looked at: it may be all that tiers have room for."""
+        for until_s in [end_s for end_s in self._ending if end_s <= now_s]:
+            for key in list(self._ending[until_s]):
+                self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
+        kept = self.by_key.pop(key)
+        self._ending[kept.until_s].remove(key)
+        if not self._ending[kept.until_s]:
+            del self._ending[kept.until_s]
+        self._count(kept, -1)
 
     def _count(self, kept: _Kept, times: int) -> None:
+        """Nothing stays of a tag that has no pin any more: tags come and go with requests."""
         for place in itertools.product((kept.namespace, _ALL), (kept.tag, _ALL)):
             self.size_bytes[place] += times * kept.size_bytes
+            if not self.size_bytes[place]:
+                del self.size_bytes[place]
         self.chunks[kept.tag] += times
+        if not self.chunks[kept.tag]:
+            del self.chunks[kept.tag]
 
 
 class Pinning:

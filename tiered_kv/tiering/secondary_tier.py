@@ -614,22 +614,13 @@ class SecondaryTier:
         self._evicting.discard(entry)
         self.drop(entry, "erased")
 
-    def set_pinned(self, keys: Iterable[bytes] | None) -> None:
-        """Keep these chunks, the prefixes before them and the states along these from eviction, and no others.
+    def set_pinned(self, keys: set[bytes], size_bytes: int) -> None:
+        """Keep these from eviction, which have so many bytes here, and no others."""
+        self._pinned, self.pinned_bytes = keys, size_bytes
 
-        None: which is not known, so all stay.
-        """
-        if keys is None:
-            self._pinned = None
-            return
-        kept: set[Entry] = set()
-        for pin in map(self._index.get, keys):
-            while pin is not None and pin not in kept:  # of what is kept, all before it is
-                kept.add(pin)
-                pin = self._index.parent(pin)
-        pinned = self._index.with_states(kept)
-        self._pinned = {entry.record.key for entry in pinned}
-        self.pinned_bytes = sum(entry.blob_bytes[self.number] for entry in pinned)
+    def keep_all(self) -> None:
+        """Evict nothing until it is known what is pinned."""
+        self._pinned = None
 
     @property
     def knows_pins(self) -> bool:

@@ -657,7 +657,12 @@ class Tiering:
 
     def set_pinned(self, tier: int, keys: Iterable[bytes] | None) -> None:
         """What an operator wants kept in a secondary tier; None: that is not known yet."""
-        self._tiers.set_pinned(tier, keys)
+        for _ in self.pinning(tier, keys):
+            pass
+
+    def pinning(self, tier: int, keys: Iterable[bytes] | None) -> Iterator[None]:
+        """The same in steps, the effect of which comes with the last ones; see :meth:`SecondaryTiers.pinning`."""
+        return self._tiers.pinning(tier, keys)
 
     def want(self, namespace: bytes, key: bytes) -> None:
         """Somebody will ask for a chunk: it and the prefix before it are worth a write to every tier now."""

@@ -6,7 +6,7 @@ Owns how they are tied together and what concerns all of them. Called by ``tieri
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
@@ -23,6 +23,9 @@ from tiered_kv.tiering.write_through import WriteThrough
 RECOVERED_AT_ONCE = 128
 """Known chunks that are looked at in one step for those of an earlier life: there may be a million, and the owner must
 not stop."""
+
+PINNED_AT_ONCE = 256
+"""Pinned chunks that are looked at in one step, about 0.5 ms: there may be as many as a tier has room for."""
 
 
 class SecondaryTiers:
@@ -103,22 +106,55 @@ class SecondaryTiers:
         One that was found at start is queued when its namespace's first session opens (:meth:`recover`). Does nothing
         where every tier takes it anyway.
         """
-        if entry.is_unasked or any(tier.admission.policy.needs_uses for tier in self):
-            along = self._index.with_states(self._index.prefix(entry)[::-1])
-            wanted = [new for one in along for new in self._index.mark_used(one)]
-            self._counters["answers_asked"] += sum(one.is_answer for one in wanted)
-            if entry.record.namespace in self._opened:
-                self.enqueue_if_used(wanted)
+        if entry.is_unasked or self._needs_uses:
+            self._want(self._index.with_states(self._index.prefix(entry)[::-1]))
 
-    def set_pinned(self, number: int, keys: Iterable[bytes] | None) -> None:
-        """Keep these chunks, and the prefixes before them, in a tier; what is pinned is worth a write everywhere.
+    @property
+    def _needs_uses(self) -> bool:
+        return any(tier.admission.policy.needs_uses for tier in self)
 
-        None: which is not known yet, so everything is kept.
+    def _want(self, entries: Sequence[Entry]) -> None:
+        wanted = [new for one in entries for new in self._index.mark_used(one)]
+        self._counters["answers_asked"] += sum(one.is_answer for one in wanted)
+        if entries[0].record.namespace in self._opened:
+            self.enqueue_if_used(wanted)
+
+    def pinning(self, number: int, keys: Iterable[bytes] | None) -> Iterator[None]:
+        """Keep these chunks, the prefixes before them and the states along these in a tier, and no others, in steps.
+
+        They are kept once each was looked at; then those that were never asked for are wanted. Each is looked at once,
+        however many pins it is before. None: which are pinned is not known yet, so everything is kept.
         """
-        pins = None if keys is None else list(keys)
-        self[number].set_pinned(pins)
-        for entry in filter(None, map(self._index.get, pins or ())):
-            self.want(entry)
+        if keys is None:
+            self[number].keep_all()
+            return
+        pinned: set[bytes] = set()
+        pinned_bytes = 0
+        unasked: list[Entry] = []
+        needs_uses = self._needs_uses
+        for looked_at, entry in enumerate(self._pinned_prefixes(keys, pinned), 1):
+            if looked_at % PINNED_AT_ONCE == 0:
+                yield
+            for one in self._index.with_states(() if entry is None else (entry,)):
+                if one.record.key not in pinned:
+                    pinned.add(one.record.key)
+                    pinned_bytes += one.blob_bytes[number]
+                    if one.is_unasked or (needs_uses and not one.uses):
+                        unasked.append(one)
+        self[number].set_pinned(pinned, pinned_bytes)
+        for looked_at, one in enumerate(unasked, 1):
+            if looked_at % PINNED_AT_ONCE == 0:
+                yield
+            if self._index.get(one.record.key) is one:
+                self._want((one,))
+
+    def _pinned_prefixes(self, keys: Iterable[bytes], pinned: Container[bytes]) -> Iterator[Entry | None]:
+        """Chunks and those before them, as far as the caller has not put these into ``pinned``; None after each key."""
+        for entry in map(self._index.get, keys):
+            while entry is not None and entry.record.key not in pinned:  # of what is pinned, all before it is
+                yield entry
+                entry = self._index.parent(entry)
+            yield None
 
     def recover(self, namespace: bytes) -> None:
         """Queue again what an earlier life did not upload: the size of a namespace's blobs is known from now on."""

@@ -7,7 +7,7 @@ Owns what dies with a server. The wrappers are stacked by ``tiers/open.py`` and 
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -404,16 +404,16 @@ class Node:
         self._pins_told = None
 
     def _listen_to_pins(self, tiering: Tiering) -> None:
-        tell = tiering.set_pinned
+        pinning = tiering.pinning
         self._pins_told = None
 
-        def set_pinned(tier: int, keys: Iterable[bytes] | None) -> None:
-            told = None if keys is None else list(keys)
-            tell(tier, told)
+        def told(tier: int, keys: Iterable[bytes] | None) -> Iterator[None]:
+            pins = None if keys is None else list(keys)
+            yield from pinning(tier, pins)
             if tier == 1 and self.disk is not None:
-                self._pins_told = told
+                self._pins_told = pins
 
-        tiering.set_pinned = set_pinned  # type: ignore[method-assign]
+        tiering.pinning = told  # type: ignore[method-assign]
 
     def check_acknowledged(self) -> None:
         """Assert that what was acknowledged is there, unless a fault of the medium took it."""
