@@ -259,6 +259,20 @@ def test_what_holds_a_cache_deeper_in_it_is_no_place_of_one(tmp_path: Path, slip
     assert f"files of another cache lie in shared+file://{tmp_path}" in said and f"below {below[slip]}, of" in said
 
 
+def test_a_cache_deeper_in_another_is_not_looked_at_and_a_note_says_so(s3) -> None:
+    """As of a team that has its own prefix in the bucket whose root is everybody's."""
+    tier, proof = s3_tier(s3), ("--tag", TAG, "--expect-none")
+    own, _, options = tier.uri.partition("?")
+    team = Tier(f"{own}/team/kv?{options}", tier.settings)
+    for made, prompt in ((tier, THEIRS), (team, MINE)):
+        with made.open() as storage:
+            ONE.store(storage, prompt, tag=TAG)
+    assert evict(tier, *proof, "--yes", code=4)["selected"] == 3
+    done = evict(tier, *proof, "--yes")
+    assert done["is_none_left"] is True and "below team/kv, of which this proves nothing" in done["notes"][0]
+    assert all(there(team, ONE, MINE)), "it was not looked at"
+
+
 def test_beside_other_files_and_probes_a_proof_is_one(s3) -> None:
     tier = s3_tier(s3)
     proof = "--tag", TAG, "--expect-none", "--dry-run"
@@ -329,6 +343,18 @@ def test_a_server_proves_that_nothing_is_left_in_its_memory_and_on_its_disk(engi
     engine.store(1, tag=TAG)
     engine.wait_hits(1)
     assert evict(server, *proof, "--yes", code=4)["is_none_left"] is False, "a request that ran on"
+
+
+def test_a_server_proves_it_of_a_directory_with_files_of_another_cache(engine: SmallEngine, root: Path) -> None:
+    """Its memory was erased, and then it was refused."""
+    name = blob_files(root)[0]
+    below = root / "blobs" / "copied" / name.parent.parent.name / name.parent.name
+    below.mkdir(parents=True)
+    (below / name.name).write_bytes(name.read_bytes())
+    server, proof = Tier(f"--server={socket_of(root)}"), ("--tag", TAG, "--expect-none", "--yes")
+    evict(server, *proof, code=4)
+    done = evict(server, *proof)
+    assert done["is_none_left"] is True and "below blobs/copied, of which this proves nothing" in done["notes"][0]
 
 
 def test_what_is_in_memory_alone_is_found_by_a_proof(engine: SmallEngine, root: Path) -> None:

@@ -258,7 +258,7 @@ def _look_for_origin(storage: Storage, content: Content, order: _Order) -> None:
     from tiered_kv.ops.origins import unfinished_writes  # noqa: PLC0415 - takes the headers' parser
 
     if order.is_none_expected:
-        _check_place(storage, content)
+        _check_place(storage, content, order)
     look_for_origins(storage, content, find_namespace(content, order.namespace), order.stored_by)
     unfinished, is_served, text = unfinished_writes(content), storage.is_served(), None
     if is_served and order.server is None:
@@ -277,20 +277,27 @@ def _look_for_origin(storage: Storage, content: Content, order: _Order) -> None:
         _tell(content.notes, text)
 
 
-def _check_place(storage: Storage, content: Content) -> None:
+def _check_place(storage: Storage, content: Content, order: _Order) -> None:
     """Check that the place is that of a cache: behind a slip in its name nothing of any tag is found.
 
-    Raises:
-        ConfigError: It is none, or a cache lies deeper in it, which is not looked at.
-    """
-    from tiered_kv.ops.origins import caches_below  # noqa: PLC0415 - takes the headers' parser
+    A cache that lies deeper in that of another is not looked at, and a note says so. Memory of a server that was named
+    is erased by now, and its directory is a cache's whatever lies in it.
 
+    Raises:
+        ConfigError: It is none, or that of a cache of another medium.
+    """
+    from tiered_kv.ops.origins import HERE, caches_below  # noqa: PLC0415 - takes the headers' parser
+
+    is_cache = order.server is not None or content.blobs or content.records or content.own_bytes
     if below := caches_below(content.strays):
-        raise ConfigError(
-            f"option --expect-none: files of another cache lie in {storage.uri}, below {', '.join(below[:3])}"
+        text = (
+            f"files of another cache lie in {storage.uri}, below {', '.join(below[:3])}"
             f"{', ...' if len(below) > 3 else ''}, of which this proves nothing: name the place where that cache is"
         )
-    if not (content.blobs or content.records or content.own_bytes):
+        if HERE in below or not is_cache:
+            raise ConfigError(f"option --expect-none: {text}")
+        _tell(content.notes, text)
+    elif not is_cache:
         raise ConfigError(
             f"option --expect-none: no file of a cache lies in {storage.uri}, which proves nothing: name the place "
             "where the cache is"

@@ -26,6 +26,9 @@ from tiered_kv.tiers.disk.scan import NAMESPACE_FILE
 AT_ONCE: Final = 1000
 LINES_SHOWN: Final = 3
 
+HERE: Final = "."
+"""Not deeper than the place that was named."""
+
 
 class _Told(NamedTuple):
     """Owner and storer from a blob's header, or why it has none."""
@@ -86,15 +89,15 @@ def unfinished_writes(content: Content) -> int:
 
 
 def caches_below(strays: Iterable[Stray]) -> list[str]:
-    """Deeper prefixes, below which files have names and places as in a cache; ``.``: as in one of another medium."""
+    """Deeper prefixes, below which files have names and places as in a cache; ``HERE``: as in one of another medium."""
     found = set()
     for stray in strays:
         *above, space, shard, name = ["", "", "", *stray.path.split("/")]
         path = f"{space}/{shard}/{name}"
         if stray.kind == "name" and (parse_object_path(path) or parse_path(path)):
-            found.add("/".join(filter(None, above)) or ".")
+            found.add("/".join(filter(None, above)) or HERE)
         elif stray.kind == "name" and name == NAMESPACE_FILE and parse_digest(shard):
-            found.add("/".join(filter(None, [*above, space])) or ".")
+            found.add("/".join(filter(None, [*above, space])) or HERE)
     return sorted(found)
 
 
