@@ -62,6 +62,8 @@ def test_a_uri_names_a_place(uri, kind, scheme, path):
         ("shared+file:///", "three slashes and an absolute directory"),
         ("file:///dir?a=b", "takes no options"),
         ("s3://b?endpoint_url=host:9000", "expected http://host:port or https://host"),
+        ("s3://b?endpoint_url=https://", "expected http://host:port or https://host"),
+        ("s3://b?endpoint_url=https:///path", "expected http://host:port or https://host"),
         (
             "s3://b?endpoint_url=http://me:hidden@host:1",
             "alone: what signs requests goes into",

@@ -74,7 +74,7 @@ POOL_NAME_MAX: Final = 128
 SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 """A scheme's name (RFC 3986, section 3.1)."""
 
-ENDPOINT: Final = re.compile(r"https?://[^@?#\s]*")
+ENDPOINT: Final = re.compile(r"(?i:https?)://[^/@?#\s][^@?#\s]*")
 """Of our own option, without a user, a query or a space: clients send them along, or sign without them, and the store
 refuses that."""
 

@@ -506,12 +506,16 @@ def test_what_threads_cannot_honour_goes_over_the_loop(s3: S3, caplog: pytest.Lo
     store.close()
 
 
-def test_a_proxy_of_the_environment_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", ["http://store.invalid:80", "HTTP://store.invalid:80", " http://store.invalid:80"])
+def test_a_proxy_of_the_environment_is_honoured(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """However the store's address is written: blobs went past it."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with RawServer(store_and_hold) as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
-        store = open_store("http://store.invalid:80")
+        options: dict[str, object] = {"key": "AKIAhidden", "secret": "hidden-secret", "addressing_style": "path"}
+        options["client_kwargs"] = {"endpoint_url": address}
+        store = ObjectStore(parse_location("s3://bucket/p", options), timeout_s=30)
         assert read(store) == DATA
         store.close()
     assert proxy.asked[0].line.startswith("GET http://store.invalid")

@@ -7,6 +7,7 @@ s3fs' session to here. Called by ``s3.py``.
 import ssl
 from collections.abc import Callable, Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from botocore import UNSIGNED
 from botocore import __version__ as botocore_version
@@ -104,10 +105,10 @@ def _refuse_unfit(config: Any, additional: Mapping[str, object]) -> None:
 
 
 def _refuse_proxied(client: Any) -> None:
-    url = client.meta.endpoint_url
+    url = client.meta.endpoint_url.lstrip()
     proxies = client.meta.config.proxies
     proxies = get_environ_proxies(url) if proxies is None else proxies
-    if proxies.get(url.partition(":")[0]) or proxies.get("all"):
+    if proxies.get(urlsplit(url).scheme) or proxies.get("all"):
         raise UnfitError("there is a proxy")
 
 
