@@ -4,15 +4,19 @@ import json
 import shutil
 import stat
 import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode
 from tests.kit.s3 import S3
 from tests.kit.server.clients import CHUNK as SMALL_CHUNK
-from tests.kit.server.clients import PAGES, STORED_BY, SmallEngine, settings, worker_part
-from tests.kit.server.probe import figures, socket_of, wait_written
+from tests.kit.server.clients import PAGES, STORED_BY, SmallEngine, poll_until, settings, worker_part
+from tests.kit.server.probe import figures, socket_of, wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import Tier, complaint, directory_tier, explained_hit, report, run, s3_tier
@@ -458,6 +462,82 @@ def test_a_retired_epoch_is_left_out_with_a_word(filled: Path, root: Path) -> No
     assert "was left out: the server uses epoch base-1 of this model, and these chunks are of epoch base-0" in str(done)
     assert engine.hits(6) == 0
     engine.close()
+
+
+@contextmanager
+def an_engine(root: Path, name: str = "e", **more: object) -> Iterator[SmallEngine]:
+    """An engine and its server, until what it has stored is written."""
+    one = SmallEngine.start(settings(root, **more), name)
+    try:
+        yield one
+        wait_written(root)
+    finally:
+        one.close()
+        end_server(root)
+
+
+def reset_between(root: Path, **more: object) -> None:
+    """Six chunks from before a reset, and four that an engine stored which started after it."""
+    with an_engine(root, **more) as before:
+        before.store(6)
+        wait_written(root)
+        before.client.reset()
+        poll_until(before.client, lambda: before.client.is_ready, "the reset")
+    with an_engine(root, "later", **more) as after:
+        after.store(4, first_token=500)
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_what_a_reset_retired_is_not_copied_and_what_came_after_is_found(tmp_path: Path, root: Path, kind: str) -> None:
+    """A new directory knows nothing of the reset: its engines would load what was stored before the weights changed."""
+    old, new = f"file://{tmp_path}/old", f"file://{root}"
+    more: list[dict[str, str]] = [{}, {}]
+    if kind == "bucket":
+        old, new = f"shared+file://{tmp_path}/first", f"shared+file://{tmp_path}/second"
+        more = [
+            {"storage_uri": old, "disk_path": str(tmp_path / "old")},
+            {"storage_uri": new, "disk_path": str(root)},
+        ]
+    reset_between(tmp_path / "old", **more[0])
+    done = report("cp", old, new)
+    assert (done["copied"], done["selected"]) == (4, 4)
+    (text,) = done["notes"]
+    assert "was left out, 6 chunks: a reset there retired it" in text and text.endswith(f"source={old}")
+    with an_engine(root, **more[1]) as engine:
+        assert (engine.hits(6), engine.hits(4, first_token=500)) == (0, 4)
+    retired = text.split()[1]
+    assert in_vain("cp", old, new, "--namespace", retired)["copied"] == 0
+    (key,) = [one["key"] for one in report("ls", old, "--namespace", retired)["chunks"] if one["chunk_index"] == 0]
+    assert "a reset there retired it" in complaint("cp", old, new, "--key", key)
+
+
+def test_a_directory_that_has_begun_keeps_its_epoch_and_the_copy_says_so(tmp_path: Path, root: Path) -> None:
+    with an_engine(root) as engine:
+        engine.store(2, first_token=900)
+    reset_between(tmp_path / "old")
+    done = report("cp", f"file://{tmp_path}/old", f"file://{root}")
+    assert done["copied"] == 4 and "that directory has begun base-0 of this model" in done["notes"][1]
+    with an_engine(root) as engine:
+        assert (engine.hits(2, first_token=900), engine.hits(6), engine.hits(4, first_token=500)) == (2, 0, 0)
+
+
+def test_a_reset_of_the_source_while_it_is_copied_is_told(tmp_path: Path, root: Path, s3: S3, cli) -> None:
+    """What is copied then is from before it, and engines in front of the target find it."""
+    source, target = s3_tier(s3), s3_tier(s3)
+    with FaultProxy(s3.endpoint_url) as proxy, ThreadPoolExecutor(1) as pool:
+        with an_engine(root, storage_uri=source.uri, disk_path=str(root), **source.settings) as engine:
+            engine.store(6)
+            wait_written(root)
+            with proxy.failing(Fault(Mode.DRIP, kinds={"GET"}, path=".safetensors", bytes_per_s=100)):
+                slow = Tier(source.uri, {"storage_options": s3.options(proxy.url), "storage_timeout_s": 60})
+                copying = pool.submit(cli, "cp", *arguments(slow, target), "--json")
+                wait_for(lambda: proxy.count("GET", ".safetensors") > 0, "the copy")
+                engine.client.reset()
+                poll_until(engine.client, lambda: engine.client.is_ready, "the reset")
+            done = copying.result()
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["copied"] == 6 and "was reset in" in told["notes"][0] and "while it was copied" in told["notes"][0]
 
 
 @pytest.mark.parametrize("has_server", [False, True])

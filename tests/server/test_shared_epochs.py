@@ -27,7 +27,7 @@ from tiered_kv.location import parse_location
 from tiered_kv.machine import machine_name
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connection import Connection
-from tiered_kv.server.epochs import REFRESH_S, RETRY_S, EpochFile, Epochs
+from tiered_kv.server.epochs import REFRESH_S, RETRY_S, EpochFile, Epochs, begin_with
 from tiered_kv.server.members import namespace_of
 from tiered_kv.server.pins import Pinning
 from tiered_kv.server.sessions import Sessions
@@ -614,3 +614,18 @@ def test_after_a_reset_on_one_node_another_finds_nothing_old(tmp_path: Path) -> 
             engine.close()
         end_server(tmp_path / "a")
         end_server(tmp_path / "b")
+
+
+def test_of_two_copies_that_begin_a_bucket_at_once_each_is_told_the_number_in_force(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has found none there; the higher number counts, and under the other one nobody finds anything."""
+    put = store.put
+
+    def put_second(path: str, data: bytes) -> None:
+        monkeypatch.undo()
+        assert begin_with(store, ONE, 9) == 9
+        put(path, data)
+
+    monkeypatch.setattr(store, "put", put_second)
+    assert begin_with(store, ONE, 5) == 9

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated
 
+import msgspec
 import typer
 
 from tiered_kv.cli.app import app
@@ -14,6 +15,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.ops.copy_targets import check_apart, opened_target
 from tiered_kv.ops.copying import (
     AT_ONCE,
+    RETIRED,
     Wanted,
     WarmReport,
     carry_epochs,
@@ -21,6 +23,9 @@ from tiered_kv.ops.copying import (
     copy,
     is_any_wanted,
     note_on_strays,
+    notes_on_resets,
+    notes_on_retired,
+    retired,
 )
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_storage
@@ -110,8 +115,12 @@ def _copy(
         said = len(content.notes)
         forest = Forest(content.blobs)
         chunk = None if place[1] is None else find_chunk(forest, place[1])
-        wanted = Wanted(namespace=find_namespace(content, place[0]), key=chunk, size_bytes=limit)
+        gone = retired(source, content.records)
+        if chunk is not None and chunk.name.namespace in gone:
+            raise ConfigError(f"the chunk of --key lies in namespace {chunk.name.namespace.hex()}: {RETIRED}")
+        wanted = Wanted(namespace=find_namespace(content, place[0]), key=chunk, size_bytes=limit, retired=gone)
         if chunk is None:
+            content.notes += notes_on_retired(source, content.blobs, wanted)
             space = wanted.namespace
             below = "" if space is None else source.record_path(space).rpartition("/")[0] + "/"
             content.notes += note_on_strays(content, below)
@@ -128,7 +137,9 @@ def _copy(
             records = [record for space, record in content.records.items() if space in spaces]
             content.notes += carry_epochs(source, storage, records)
             with progress("copying") as tick:
-                return copy(source, target, blobs, content, at_once, tick), said, is_any or bool(blobs)
+                done = copy(source, target, blobs, content, at_once, tick)
+            late = notes_on_resets(source, target, content, blobs) if done.copied + done.there else []
+            return msgspec.structs.replace(done, notes=[*done.notes, *late]), said, is_any or bool(blobs)
 
 
 def _finish(report: WarmReport, said: int, is_any: bool, *, as_json: bool) -> None:

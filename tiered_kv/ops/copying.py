@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -34,10 +34,12 @@ from tiered_kv.ops.storage import (
 )
 from tiered_kv.ops.text import counted
 
+_PLACES: Final = {"disk": "directory", "object": "bucket"}
 AT_ONCE: Final = {"disk": 2, "object": 16}
 """Copies in flight by the kind of the source or target, whichever has more: an object store answers late."""
 IN_FLIGHT_BYTES_MAX: Final = 256 << 20
 """Memory that copies in flight may take."""
+RETIRED: Final = "a reset there retired it, and from a copy engines might load what was stored before the reset"
 
 
 class CopyOutcome(Enum):
@@ -131,11 +133,13 @@ class Wanted:
         namespace: Only this one.
         key: Only this chunk, the prefix before it and the states along it.
         size_bytes: At most so much of the source: its most recently used prefixes.
+        retired: Namespaces that a reset of the source has retired: of these nothing is copied.
     """
 
     namespace: bytes | None = None
     key: StoredBlob | None = None
     size_bytes: int | None = None
+    retired: frozenset[bytes] = frozenset()
 
     def __post_init__(self) -> None:
         """Check that the chunk lies in the namespace.
@@ -144,6 +148,10 @@ class Wanted:
             ConfigError: It does not.
         """
         check_key_within(self.key, self.namespace)
+
+    def means(self, blob: StoredBlob) -> bool:
+        """Whether the chunk lies where copies are wanted from; no tail is wanted."""
+        return self.namespace in (None, blob.name.namespace) and not blob.tail_tokens
 
 
 def note_on_strays(content: Content, below: str) -> list[str]:
@@ -162,7 +170,7 @@ def is_any_wanted(blobs: Iterable[StoredBlob], wanted: Wanted) -> bool:
     """Whether a source has any chunk of what is wanted, reachable or not."""
     if wanted.key is not None:
         return True
-    return any(wanted.namespace in (None, blob.name.namespace) and not blob.tail_tokens for blob in blobs)
+    return any(wanted.means(blob) and blob.name.namespace not in wanted.retired for blob in blobs)
 
 
 def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
@@ -175,7 +183,7 @@ def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
         blobs = forest.with_states([wanted.key]) if is_whole else []
     else:
         blobs = _by_recency(forest, wanted.namespace)
-    blobs = [blob for blob in blobs if not blob.tail_tokens]
+    blobs = [blob for blob in blobs if not blob.tail_tokens and blob.name.namespace not in wanted.retired]
     if wanted.size_bytes is None:
         return blobs
     total, limited = 0, []
@@ -253,28 +261,67 @@ def copy(
     )
 
 
-def carry_epochs(source: Storage, target: Storage, records: Iterable[NamespaceRecord]) -> list[str]:
-    """Set the source bucket's epochs in the target bucket: without them no engine would find the copies there.
+def retired(source: Reader, records: Mapping[bytes, NamespaceRecord]) -> frozenset[bytes]:
+    """The namespaces of a source that a reset there has retired, as far as that can be told.
 
-    A bucket that has an epoch of a model keeps it. Returns what that means, in words.
+    Another tier knows nothing of that reset: in it engines might find what was stored before.
 
     Raises:
+        TierUnavailable: The epochs cannot be read.
+    """
+    epochs = source.epochs()
+    spaces = (record.namespace for record in records.values())
+    return frozenset(space.digest for space in spaces if space is not None and epochs.has_retired(space))
+
+
+def notes_on_retired(source: Reader, blobs: Iterable[StoredBlob], wanted: Wanted) -> list[str]:
+    """Say which namespaces are left out because a reset retired them."""
+    counts = Counter(
+        blob.name.namespace for blob in blobs if wanted.means(blob) and blob.name.namespace in wanted.retired
+    )
+    return [
+        f"namespace {space.hex()} was left out, {counted(count, 'chunk')}: {RETIRED}. source={source.uri}"
+        for space, count in sorted(counts.items())
+    ]
+
+
+def notes_on_resets(source: Reader, target: Target, content: Content, copied: Iterable[StoredBlob]) -> list[str]:
+    """Say which namespaces a reset in the source has retired while their chunks were copied.
+
+    Raises:
+        TierUnavailable: The epochs cannot be read.
+    """
+    spaces = retired(source, content.records) & {blob.name.namespace for blob in copied}
+    return [
+        f"namespace {space.hex()} was reset in {source.uri} while it was copied, and what was copied is from before: "
+        f"reset it in front of {target.uri}, too, or `tiered-kv evict {target.uri} --namespace {space.hex()}`"
+        for space in sorted(spaces)
+    ]
+
+
+def carry_epochs(source: Storage, target: Storage, records: Iterable[NamespaceRecord]) -> list[str]:
+    """Have the target begin with the source's epochs: with others no engine would find the copies there.
+
+    Between tiers of one kind. A tier that has an epoch of a model keeps it, and the server of a directory its own.
+    Returns what that means, in words.
+
+    Raises:
+        DirectoryLocked: Another command works on the directory.
         TierUnavailable: One of them does not answer.
     """
-    from tiered_kv.ops.object_storage import ObjectStorage  # noqa: PLC0415 - its client takes long to import
-
-    if not isinstance(source, ObjectStorage) or not isinstance(target, ObjectStorage):
+    if source.kind != target.kind or target.is_served():
         return []
     epochs, notes = source.epochs(), []
     for record in records:
         found = None if record.namespace is None else epochs.in_force(record.namespace)
         if found is None:
-            continue  # retired there, too, or of another kind
+            continue  # of another kind
         theirs = target.begin_with(*found)
         if theirs != found[1]:
             notes.append(
                 f"engines in front of {target.uri} do not find the chunks of namespace {record.digest.hex()}: they are "
-                f"of epoch shared-{found[1]}, and that bucket has begun shared-{theirs} of this model"
+                f"of epoch {epochs.kind}-{found[1]}, and that {_PLACES[source.kind]} has begun {epochs.kind}-{theirs} "
+                "of this model"
             )
     return notes
 

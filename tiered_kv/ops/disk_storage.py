@@ -251,6 +251,14 @@ class DiskStorage(Storage):
     def write_record(self, namespace: Namespace, first_stored_by: str = UNKNOWN) -> None:
         self._open().describe(namespace.digest, namespace.described(first_stored_by))
 
+    def begin_with(self, base: bytes, number: int) -> int:
+        from tiered_kv.server.epochs import begin_directory_with  # noqa: PLC0415 - for `cp` only
+
+        self._open()
+        spaces = [record.namespace for record in self.records().values() if record.namespace is not None]
+        is_used = any(space.in_epoch("").digest == base for space in spaces)
+        return begin_directory_with(self.root, base, number, is_used=is_used)
+
     def remove(
         self, blobs: Sequence[StoredBlob], progress: Progress = no_progress, *, holes: bool = False
     ) -> RemovalTotals:

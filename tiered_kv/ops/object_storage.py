@@ -167,14 +167,6 @@ class ObjectStorage(Storage):
     def epochs(self) -> BaseEpochs:
         return BaseEpochs("shared", read_shared_epochs(self.store))
 
-    def begin_with(self, base: bytes, number: int) -> int:
-        """Have the bucket begin with this epoch of a model, if it has none; returns the number in force.
-
-        Raises:
-            TierUnavailable: It does not answer.
-        """
-        return begin_with(self.store, base, number)
-
     # -- changing -----------------------------------------------------------------------------------------------------
 
     def write(self, name: BlobName, blob: memoryview) -> bool:
@@ -190,6 +182,9 @@ class ObjectStorage(Storage):
         path = f"{namespace.digest.hex()}/{NAMESPACE_FILE}"
         if self.store.head(path) is None:
             self.store.put(path, namespace.described(first_stored_by))
+
+    def begin_with(self, base: bytes, number: int) -> int:
+        return begin_with(self.store, base, number)
 
     def remove(
         self, blobs: Sequence[StoredBlob], progress: Progress = no_progress, *, holes: bool = False

@@ -253,7 +253,7 @@ class BaseEpochs:
         if found is None or found[1] != self.kind:
             return None
         base, number = namespace.in_epoch("").digest, int(found[2])
-        return (base, number) if self.numbers.get(base.hex()) == number else None
+        return (base, number) if self.floor + self.numbers.get(base.hex(), 0) == number else None
 
 
 def parse_digest(digits: str) -> bytes | None:
@@ -336,6 +336,17 @@ class Writer(Protocol):
 
     def write_record(self, namespace: Namespace, first_stored_by: str = UNKNOWN) -> None:
         """Store a namespace's record beside its blobs, with who stored there first, unless it is there."""
+
+    def begin_with(self, base: bytes, number: int) -> int:
+        """Have a tier without a server begin with this epoch of a model, if it has none; returns the one in force.
+
+        Args:
+            base: The digest of the model's record with an empty epoch.
+
+        Raises:
+            DirectoryLocked: Another command works on the directory.
+            TierUnavailable: The medium cannot be read or written.
+        """
 
 
 class Remover(Protocol):

@@ -128,7 +128,28 @@ def begin_with(store: ObjectStore, digest: bytes, number: int) -> int:
     there = read_shared_epochs(store).get(digest.hex(), 0)
     if not there:
         store.put(f"{EPOCHS}{digest.hex()}/{number}", NOTE)
-    return there or number
+        there = read_shared_epochs(store).get(digest.hex(), number)  # another may have begun: the higher number counts
+    return there
+
+
+def begin_directory_with(root: Path, digest: bytes, number: int, *, is_used: bool) -> int:
+    """The same for a directory that the caller owns.
+
+    Args:
+        is_used: Chunks of the namespace are there already; of what epoch, the directory's own resets say.
+
+    Raises:
+        TierUnavailable: Its epochs cannot be read or written.
+    """
+    try:
+        numbers = read_epochs(root)
+    except ValueError as exc:
+        raise TierUnavailable(f"epochs.json cannot be understood. path={root / EPOCHS_FILE}: {exc}") from exc
+    floor, there = numbers.get("", 0), numbers.get(digest.hex())
+    if there is None and not is_used and number > floor:
+        there = number - floor
+        _save(root / EPOCHS_FILE, numbers | {digest.hex(): there})
+    return floor + (there or 0)
 
 
 @dataclass(frozen=True, slots=True)
