@@ -4,11 +4,13 @@ import errno
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.s3 import S3
 from tests.kit.server.clients import SmallEngine, poll_until, settings
 from tests.kit.server.probe import figures, socket_of, wait_for, wait_written
 from tests.kit.server.processes import end_server
@@ -467,6 +469,64 @@ def test_a_server_without_a_disk_tier_loses_it_from_its_memory(tmp_path: Path, m
     finally:
         engine.close()
         end_server(config.server_directory())
+
+
+def test_what_is_being_read_from_a_bucket_is_not_here_after_a_proof(s3: S3, tmp_path: Path) -> None:
+    """Another machine has put it there, and only its header, which has not come yet, tells whose it is."""
+    place, proof = s3_tier(s3), ("--tag", TAG, "--expect-none", "--yes")
+    with ExitStack() as at_end:
+        proxy = at_end.enter_context(FaultProxy(s3.endpoint_url))
+
+        def machine(name: str, endpoint_url: str) -> SmallEngine:
+            root = tmp_path / name
+            more = {"storage_uri": place.uri, "storage_options": s3.options(endpoint_url), "disk_path": str(root)}
+            one = SmallEngine.start(settings(root, storage_timeout_s=60, promotion_wait_ms=60_000, **more))
+            at_end.callback(end_server, root)
+            at_end.callback(one.close)
+            return one
+
+        here, there = machine("here", proxy.url), machine("there", s3.endpoint_url)
+        there.store(2, tag=TAG)
+        wait_written(there.root)
+        with proxy.failing(Fault(Mode.DRIP, kinds={"GET"}, path=".safetensors", bytes_per_s=100)):
+            proxy.forget()
+            keys = here.keys(2)
+            lookup = here.client.lookup(keys.keys, keys.digests)
+            assert lookup is not None
+            poll_until(here.client, lambda: proxy.count("GET", ".safetensors") == 2, "the reads")
+            for root in (there.root, here.root):
+                run("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
+            assert evict(place, "--tag", TAG, "--yes")["tiers"][0]["removed"] == 2
+            for uri in (there.root, here.root):
+                assert evict(Tier(f"--server={socket_of(uri)}"), *proof)["is_none_left"] is True
+            assert evict(place, *proof)["is_none_left"] is True
+        answers = here.client.lookups
+        poll_until(here.client, lambda: answers[lookup].is_answered and answers[lookup].is_done, "the answer")
+        assert answers[lookup].ready == 0
+        here.client.release(lookup)
+        wait_written(here.root)
+        assert evict(Tier(f"--server={socket_of(here.root)}"), *proof)["is_none_left"] is True
+        assert not blob_files(here.root)
+
+
+def test_a_tier_in_which_nothing_can_be_erased_is_named(mooncake_member, tmp_path: Path) -> None:
+    """What it holds of the tag comes back when it is asked for, and no command finds it there."""
+    pool, _ = mooncake_member
+    root = tmp_path / "kv"
+    engine = SmallEngine.start(settings(root, storage_uri=pool.uri("erase"), disk_path=str(root)))
+    try:
+        engine.store(3, tag=TAG)
+        wait_written(root)
+        server, proof = Tier(f"--server={socket_of(root)}"), ("--tag", TAG, "--expect-none", "--yes")
+        evict(server, *proof, code=4)
+        done = evict(server, *proof)
+        assert done["is_none_left"] is True, "of what can be erased nothing is"
+        (text,) = done["notes"]
+        assert text.startswith("this server's mooncake tier may hold more of it, of which nothing can be erased")
+        assert engine.hits(3) == 3, "as it says"
+    finally:
+        engine.close()
+        end_server(root)
 
 
 def test_a_file_that_the_server_does_not_know_goes_too(

@@ -29,7 +29,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.keys.conditions import Conditions
 from tiered_kv.keys.tags import tag_text
 from tiered_kv.location import redact
-from tiered_kv.metrics.figures import HOST_NAME
+from tiered_kv.metrics.figures import HOST_NAME, PEERS_NAME
 from tiered_kv.ops.eviction import (
     DISK,
     NOT_DELETED,
@@ -51,6 +51,13 @@ if TYPE_CHECKING:
     from tiered_kv.ops.server_link import ServerLink
 
 EXAMPLES_SHOWN = 5
+
+ERASED_TIERS = frozenset({DISK, "object", PEERS_NAME})
+"""Of a server, what this command erases, there or at another URI."""
+NEVER_ERASED = (
+    "may hold more of it, of which nothing can be erased, and from which it may be loaded again: docs/operations.md, "
+    "'What an erasure does not cover'"
+)
 
 NONE_LEFT = "nothing of this tag was found here"
 IS_HERE = "something of this tag is here"
@@ -407,6 +414,9 @@ def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
         chunk = None if order.key is None else find_chunk(forest, order.key)
         # Says what contradicts.
         Criteria(namespace=namespace, key=chunk, tag=order.tag, stored_by=order.stored_by, is_all=order.is_all)
+        if order.origin is not None:
+            for name in sorted({tier.name for tier in figures.tiers} - ERASED_TIERS):
+                _tell(content.notes, f"this server's {name} tier {NEVER_ERASED}")
         if order.is_dry_run and HOST_NAME in tiers:
             _tell(content.notes, "what the server's memory holds of it goes, too; a dry run does not look there")
         report = _report(order, Selection([], []), [], content)

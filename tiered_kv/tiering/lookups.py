@@ -17,6 +17,7 @@ from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.tiering.host_tier import HostTier, NoSlot
 from tiered_kv.tiering.index import SHARED, Entry, HostState, Index
 from tiered_kv.tiering.leases import LeaseQueue, Lookup
+from tiered_kv.tiering.removal import IsMeant
 from tiered_kv.tiering.slot_grants import Session
 from tiered_kv.tiering.slots import slab_of
 from tiered_kv.tiering.stats import HitStats, Outbox
@@ -560,6 +561,7 @@ class Promotions:
         self._stats = outbox.stats
         self._early: dict[int, list[Read]] = {}  # by the slab whose memory they wait for
         self._unfinished: dict[int, dict[int, Lookup]] = {}  # by session: with chunks that a next step begins with
+        self._judged: dict[Entry, list[IsMeant]] = {}  # what erasures meant that met the chunk while it was being read
         self._reads_left = READ_AT_ONCE
         self._most_evicted = EVICTED_AT_ONCE
 
@@ -682,8 +684,23 @@ class Promotions:
                 assert entry is not None, "a read outlived its entry"
                 self.lost(entry)
 
+    def judge_on_arrival(self, entry: Entry, is_meant: IsMeant) -> None:
+        """Something is erased while a chunk is being read: if it is of that, as its header will say, it is dropped.
+
+        Only from a shared tier: whose the chunks of this machine's tiers are is known, and what is in use there stays.
+        """
+        if self._tiers[entry.source].is_shared:
+            meant = self._judged.setdefault(entry, [])
+            if is_meant not in meant:
+                meant.append(is_meant)
+
     def ended(self, job: Read, entry: Entry, outcome: Outcome) -> None:
-        """A read ended. Failures shorten the lookups that waited; what they leave behind is rule 4."""
+        """A read ended, and the entry says whose it is. Failures shorten the lookups that waited (rule 4).
+
+        What was erased while it was read counts as missing: in the tier that it came from others erase it.
+        """
+        if outcome is Outcome.OK and any(is_meant(entry) for is_meant in self._judged.get(entry, ())):
+            outcome = Outcome.MISSING
         if outcome is Outcome.OK:
             self.filled(entry)
             if job.tier > HOST + 1 and self._tiers.write_through is not None:
@@ -700,12 +717,14 @@ class Promotions:
 
     def filled(self, entry: Entry) -> None:
         """The slot holds the chunk's verified bytes."""
+        self._judged.pop(entry, None)
         self._host.now_ready(entry)
         self._stats.republish(entry, self._index.tiers_with(entry)[1:])
         self._lookups.chunk_ready(entry)
 
     def lost(self, entry: Entry) -> None:
         """The slot will not hold the chunk's bytes: free it."""
+        self._judged.pop(entry, None)
         self._lookups.chunk_failed(entry)
         self._host.give(self._host.vacate(entry))
         self._index.remove_if_gone(entry)
@@ -716,3 +735,4 @@ class Promotions:
             is_begun = lookup.begun == len(lookup.entries)
             assert is_begun or lookup.id in self._unfinished.get(lookup.session.id, ()), "a lookup was not begun whole"
         assert all(self._unfinished.values()), "a session without lookups goes on"
+        assert all(entry.host is HostState.PROMOTING for entry in self._judged), "a read that is over is judged"

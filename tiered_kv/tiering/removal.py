@@ -10,9 +10,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from tiered_kv.tiering.index import Entry, Index
+from tiered_kv.tiering.index import Entry, HostState, Index
 from tiered_kv.tiering.key_map import KeyMap
 from tiered_kv.tiering.types import Removal, RemovalCount
+
+IsMeant = Callable[[Entry], bool]
+"""Whether an erasure means a chunk, by what is known of it."""
 
 ByDepth = defaultdict[int, list[Entry]]
 """Entries by their position in their prefix."""
@@ -75,13 +78,14 @@ def erasing(
     tier: RemovableTier,
     cancel_writes: Callable[[Entry], None],
     forget: Callable[[Entry], None],
+    judge_on_arrival: Callable[[Entry, IsMeant], None],
     namespace: bytes,
-    is_meant: Callable[[Entry], bool],
+    is_meant: IsMeant,
 ) -> Iterator[RemovalCount | None]:
     """Remove what is meant, and everything behind it, from host memory or from one secondary tier.
 
     What is meant: what was stored under a tag, or by somebody. What lies behind a chunk was computed from it, or from
-    what was loaded in its place.
+    what was loaded in its place. Of a chunk that is just being read from a shared tier only its header tells that.
 
     In no tier is any of it written that was not begun. A chunk stays while one behind it is in use, in whatever tier:
     without it that one could not be found any more. In steps, between which anything may happen: what is stored
@@ -94,6 +98,7 @@ def erasing(
         cancel_writes: Drops a chunk's writes to all tiers that were not begun.
         forget: Forgets that shared tiers have a chunk. Others erase those, and who stores it after that is its first
             owner: it must not be found under this one's tag.
+        judge_on_arrival: Has a chunk that is being read dropped when it comes, if it is meant by then.
         namespace: Empty: of every namespace.
 
     Yields:
@@ -102,7 +107,7 @@ def erasing(
     """
     removed = parts = 0
     while True:
-        found = yield from _looking(index, tier, cancel_writes, namespace, is_meant)
+        found = yield from _looking(index, tier, cancel_writes, judge_on_arrival, namespace, is_meant)
         parts_before, kept = parts, 0
         staying: set[Entry] = set()
         for number, entry in enumerate(_deepest_first(found.by_depth), 1):
@@ -149,13 +154,19 @@ def _looking(
     index: Index,
     tier: RemovableTier,
     cancel_writes: Callable[[Entry], None],
+    judge_on_arrival: Callable[[Entry, IsMeant], None],
     namespace: bytes,
-    is_meant: Callable[[Entry], bool],
+    is_meant: IsMeant,
 ) -> Generator[None, None, _Found]:
     """Look at the index for what is meant and what lies behind it; drops its writes."""
     found = _Found()
     for number, entry in enumerate(index.walk(), 1):
-        pending = [entry] if namespace in (b"", entry.record.namespace) and is_meant(entry) else []
+        pending: list[Entry] = []
+        if namespace in (b"", entry.record.namespace):
+            if is_meant(entry):
+                pending.append(entry)
+            elif entry.host is HostState.PROMOTING:
+                judge_on_arrival(entry, is_meant)
         while pending:
             one = pending.pop()
             if one.record.key not in found.was_here:

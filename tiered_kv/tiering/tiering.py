@@ -34,7 +34,7 @@ from tiered_kv.tiering.miss_ratio import MissRatioCurves, OpenPrompts
 from tiered_kv.tiering.owners import ReleaseCount, deepest, demoting, own_chunks, releasing, take_ownership
 from tiered_kv.tiering.prefix_search import PrefixSearch, StateSearch
 from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
-from tiered_kv.tiering.removal import erasing, removing
+from tiered_kv.tiering.removal import IsMeant, erasing, removing
 from tiered_kv.tiering.row_transfers import RowTransfers, is_stored
 from tiered_kv.tiering.secondary_tier import SecondaryTier
 from tiered_kv.tiering.slot_grants import Session, SlotGrants
@@ -648,9 +648,16 @@ class Tiering:
         """Remove what somebody stored, as ``is_meant`` says of each, and all behind it; see :func:`removal.erasing`."""
         return self._erasing(tier, namespace, lambda entry: any(map(is_meant, entry.storers)))
 
-    def _erasing(self, tier: int, namespace: bytes, is_meant: Callable[[Entry], bool]) -> Iterator[RemovalCount | None]:
-        tiers = self._tiers
-        return erasing(self.index, self._tier(tier), tiers.cancel_writes, tiers.forget_shared, namespace, is_meant)
+    def _erasing(self, tier: int, namespace: bytes, is_meant: IsMeant) -> Iterator[RemovalCount | None]:
+        return erasing(
+            self.index,
+            self._tier(tier),
+            self._tiers.cancel_writes,
+            self._tiers.forget_shared,
+            self._promotions.judge_on_arrival,
+            namespace,
+            is_meant,
+        )
 
     def _tier(self, number: int) -> HostTier | SecondaryTier:
         return self._host if number == HOST else self._tiers[number]
