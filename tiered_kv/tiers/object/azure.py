@@ -17,7 +17,7 @@ from typing import Any, Final
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import is_missing, status_of
 from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
-from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_expected, check_size
+from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_size
 from tiered_kv.tiers.object.renewal import Renewal, identifying
 
 PARTS_AT_ONCE: Final = 4
@@ -84,7 +84,7 @@ def _expires_within(token: Any, seconds: float) -> bool:
     return bool(token.expires_on - time.time() < seconds)
 
 
-class AzureMedium:
+class AzureMedium(Medium):
     """Block blobs in a container of Azure Blob Storage.
 
     Threads: any; coroutines run on fsspec's loop.
@@ -111,11 +111,6 @@ class AzureMedium:
         if length is None:
             check_size(path, int(stream.size), size_max)
         return bytes(await stream.readall())
-
-    def get_into(self, path: str, buffer: memoryview) -> None:
-        data = self.get(path, None, len(buffer))
-        check_expected(path, len(data), len(buffer))
-        buffer[:] = data
 
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
         whole = bytes(data)  # a request that was given up may still send it

@@ -36,7 +36,7 @@ from tiered_kv.tiers.object.errors import (
 )
 from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
 from tiered_kv.tiers.object.marks import Marks
-from tiered_kv.tiers.object.medium import CallRunner, ListPage, Medium, ObjectInfo, check_expected, check_size
+from tiered_kv.tiers.object.medium import CallRunner, ListPage, Medium, ObjectInfo, check_size
 from tiered_kv.tiers.object.renewal import Renewal, identifying
 
 OF_GOOGLE: Final = frozenset({"x-guploader-uploadid", "etag", "x-goog-generation", "x-goog-hash"})
@@ -161,7 +161,7 @@ def _refuse_page(status: int, headers: Mapping[str, str]) -> None:
         raise NotGoogles("a page came in place of the answer")
 
 
-class GoogleMedium:
+class GoogleMedium(Medium):
     """Objects in a bucket of Google Cloud Storage.
 
     Threads: any; coroutines run on fsspec's loop.
@@ -187,11 +187,6 @@ class GoogleMedium:
             data = b""  # an object without a byte has no range
         check_size(path, len(data), size_max)
         return data
-
-    def get_into(self, path: str, buffer: memoryview) -> None:
-        data = self.get(path, None, len(buffer))
-        check_expected(path, len(data), len(buffer))
-        buffer[:] = data
 
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
         boundary = secrets.token_hex(16)

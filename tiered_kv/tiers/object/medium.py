@@ -51,7 +51,11 @@ class Medium(Protocol):
 
     def get(self, path: str, length: int | None, size_max: int | None) -> bytes: ...
 
-    def get_into(self, path: str, buffer: memoryview) -> None: ...
+    def get_into(self, path: str, buffer: memoryview) -> None:
+        """Through memory of its own, unless overridden: a read that was given up must not hold ``buffer``."""
+        data = self.get(path, None, len(buffer))
+        check_expected(path, len(data), len(buffer))
+        buffer[:] = data
 
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None: ...
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiered_kv.location import Location
-from tiered_kv.tiers.object.medium import CallRunner, ListPage, Medium, ObjectInfo, check_expected, check_size
+from tiered_kv.tiers.object.medium import CallRunner, ListPage, Medium, ObjectInfo, check_size
 
 
 def open_memory(location: Location, timeout_s: float) -> Medium:
@@ -20,7 +20,7 @@ def open_memory(location: Location, timeout_s: float) -> Medium:
     return MemoryMedium(fsspec.filesystem("memory", skip_instance_cache=True), location.path, timeout_s)
 
 
-class MemoryMedium:
+class MemoryMedium(Medium):
     """Objects in this process; each call runs in a thread of its own, as those of a mount do."""
 
     _create_lock = threading.Lock()
@@ -36,11 +36,6 @@ class MemoryMedium:
         data = self._call("cat_file", self._full(path), **limits)
         check_size(path, len(data), size_max)
         return bytes(data)
-
-    def get_into(self, path: str, buffer: memoryview) -> None:
-        data = self.get(path, None, None)
-        check_expected(path, len(data), len(buffer))
-        buffer[:] = data
 
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
         whole = bytes(data)  # a call that was given up goes on with it

@@ -85,7 +85,7 @@ class Bodies(Protocol):
     def close(self) -> None: ...
 
 
-class S3Medium:
+class S3Medium(Medium):
     """Objects in an S3 bucket: blobs in the caller's thread, all else on s3fs' loop; one request per operation.
 
     The path-like methods of s3fs are not used: they ask for sizes first and LIST after a miss.

@@ -19,7 +19,7 @@ from typing import Final
 
 from tiered_kv.tiers.disk.files import is_own_file
 from tiered_kv.tiers.object.errors import OtherFileSystem
-from tiered_kv.tiers.object.medium import CallRunner, Deadline, ListPage, ObjectInfo, check_expected, check_size
+from tiered_kv.tiers.object.medium import CallRunner, Deadline, ListPage, Medium, ObjectInfo, check_size
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def is_own_temporary(path: str) -> bool:
     return _NAME.fullmatch(path) is not None
 
 
-class SharedDirectory:
+class SharedDirectory(Medium):
     """A medium in a mounted directory.
 
     Threads: any; each call runs in a thread of its own, because a mount that is gone blocks forever.
@@ -51,12 +51,6 @@ class SharedDirectory:
 
     def get(self, path: str, length: int | None, size_max: int | None) -> bytes:
         return self._runner.run(self._get, path, length, size_max)
-
-    def get_into(self, path: str, buffer: memoryview) -> None:
-        """Through memory of its own: a read that hangs on a dead mount must not hold the caller's."""
-        data = self.get(path, None, len(buffer))
-        check_expected(path, len(data), len(buffer))
-        buffer[:] = data
 
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
         self._runner.run(self._put, path, bytes(data), only_if_absent, Deadline(self._timeout_s))
