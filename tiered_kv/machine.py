@@ -1,10 +1,12 @@
-"""What this machine lets a process have, what tells it from others, what its children say, and a clock that agrees."""
+"""What a process asks of its machine: memory, a name, a clock, what its children say, who it talks to, secrets."""
 
 import logging
 import os
 import re
 import secrets
 import socket
+import stat
+import struct
 import time
 import uuid
 import weakref
@@ -12,8 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Final, Protocol
 
+from tiered_kv.errors import ConfigError
+
 LINE_BYTES_MAX: Final = 4096
 """Of what a child says, in one line of our log."""
+
+SECRET_BYTES_MAX: Final = 4096
+"""Of a file with a secret: more than any of ours is long."""
+
+_PEER: Final = struct.Struct("3i")
 
 
 class Forgetful(Protocol):
@@ -49,6 +58,31 @@ def repeat_in_log(said: IO[bytes], log: logging.Logger) -> None:
         while line := said.readline(LINE_BYTES_MAX):
             if text := line.decode(errors="replace").strip():
                 log.warning("%s", text)
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket; the process is 0 in a PID namespace that cannot be seen."""
+    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
+
+
+def read_secret(path: Path, named_by: str, pattern: re.Pattern[bytes], misfit: str, make: str) -> bytes:
+    """A secret that a file holds for its owner alone; the texts are for errors: who names it, how one is made.
+
+    Raises:
+        ConfigError: There is none, others may read or write it, or it holds something else.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(SECRET_BYTES_MAX)
+    except OSError as exc:
+        raise ConfigError(f"{named_by}: cannot read {path}: {exc.strerror}; {make}") from exc
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"{named_by}: others may use {path}, mode {stat.S_IMODE(mode):o}: chmod 0600")
+    if pattern.fullmatch(content) is None:
+        raise ConfigError(f"{named_by}: {path} {misfit}; {make}")
+    return content.rstrip()
 
 
 MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))

@@ -34,7 +34,7 @@ GROUPS = CacheGroups([CacheGroup(0, BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
 def long_from_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of more than two chunks are long; they are hashed two chunks at a time."""
     monkeypatch.setattr(requests, "HASHED_AT_ONCE", 2 * CHUNK)
-    monkeypatch.setattr(requests, "HASHED_IN_PART", 2 * CHUNK)
+    monkeypatch.setattr("tiered_kv.keys.prefix_keys.HASHED_IN_PART", 2 * CHUNK)
 
 
 @pytest.fixture

@@ -314,7 +314,7 @@ def drawn_twins(source: random.Random, clock: FakeClock, **more: Any) -> Iterato
     with tempfile.TemporaryDirectory() as work, pytest.MonkeyPatch.context() as patched:
         if source.random() < 0.5:
             patched.setattr(requests, "HASHED_AT_ONCE", LONG)
-        patched.setattr(requests, "YIELD_S", 0.0)
+        patched.setattr("tiered_kv.keys.prefix_keys.YIELD_S", 0.0)
         patched.setattr("tiered_kv.vllm.request_lookups.ThreadPoolExecutor", lambda *_, **__: LateHasher())
         given = {"groups": source.choice(sorted(GROUPS)), "is_by_priority": source.random() < 0.5}
         given["followed_chunks"] = source.choice((0, 0, CHUNKS))

@@ -12,8 +12,10 @@ crafted xxhash collision is a miss and never another prompt's KV.
 
 import hashlib
 import sys
+import time
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import xxhash
 
@@ -22,6 +24,11 @@ from tiered_kv.keys.tail_keys import tail_name
 
 TOKEN_BYTES = 4
 MAX_TOKEN = 2**32 - 1
+HASHED_IN_PART: Final = 8192
+YIELD_S: Final = 50e-6
+"""Between two parts of so many tokens each: another thread gets the interpreter lock without having to ask for it,
+which takes 5 ms (``sys.getswitchinterval``)."""
+
 _UINT32 = "I"
 assert array(_UINT32).itemsize == TOKEN_BYTES
 
@@ -95,6 +102,21 @@ class PrefixKeys:
         start = index * self._chunk_tokens
         body = _pack(tokens, start, start + length).tobytes() + extras
         return tail_name((self.keys[index - 1], self.digests[index - 1]), length, body)
+
+
+def keys_in_parts(
+    namespace: Namespace, chunk_tokens: int, tokens: Sequence[int], extras_for: Callable[[int], bytes], chunks: int
+) -> PrefixKeys:
+    """The keys of so many chunks, computed in a thread that shares the interpreter with one that must not wait.
+
+    Raises:
+        TypeError, ValueError: As ``PrefixKeys.extend``.
+    """
+    keys, step = PrefixKeys(namespace, chunk_tokens), max(1, HASHED_IN_PART // chunk_tokens)
+    for stop in range(step, chunks + step, step):
+        keys.extend(tokens, extras_for, min(stop, chunks))
+        time.sleep(YIELD_S)
+    return keys
 
 
 def _pack(tokens: Sequence[int], start: int, stop: int) -> "array[int]":

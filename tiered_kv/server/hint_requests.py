@@ -13,11 +13,8 @@ docs/operations.md describes the port to whoever calls it.
 
 import hmac
 import logging
-import os
 import re
-import stat
 import threading
-import time
 from collections.abc import Callable
 from email.message import Message
 from http import HTTPStatus
@@ -31,8 +28,9 @@ from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.keys.chunk_record import KEY_BYTES, PREFIX_DIGEST_BYTES
 from tiered_kv.keys.extras import Salt, encode
 from tiered_kv.keys.namespace import Namespace
-from tiered_kv.keys.prefix_keys import MAX_TOKEN, PrefixKeys
+from tiered_kv.keys.prefix_keys import MAX_TOKEN, PrefixKeys, keys_in_parts
 from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
+from tiered_kv.machine import read_secret
 from tiered_kv.server import protocol as m
 from tiered_kv.server.pins import PIN_TTL_MAX_S
 
@@ -48,10 +46,6 @@ AT_ONCE_MAX: Final = 4
 
 CHUNKS_MAX: Final = (m.FRAME_BYTES_MAX - 4096) // (KEY_BYTES + PREFIX_DIGEST_BYTES)
 """Of one prompt: its keys and digests are one message to the server."""
-
-HASHED_IN_PART: Final = 8192
-YIELD_S: Final = 50e-6
-"""Tokens that are hashed before the loop may have the interpreter, as in ``vllm/requests.py``."""
 
 _TOKEN: Final = re.compile(rb"[\x21-\x7e]{16,1024}\n?")
 
@@ -124,23 +118,10 @@ class HintsToken:
 
 
 def _read_token(path: Path) -> bytes:
-    """The token that callers show, from a file for its owner alone.
-
-    Raises:
-        ConfigError: There is none, others may read or write it, or it holds something else.
-    """
+    """The token that callers show; raises as :func:`read_secret`."""
     make = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(2048)
-    except OSError as exc:
-        raise ConfigError(f"option --hints-token-file: cannot read {path}: {exc.strerror}; {make}") from exc
-    if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(f"option --hints-token-file: others may use {path}, mode {stat.S_IMODE(mode):o}: chmod 0600")
-    if _TOKEN.fullmatch(content) is None:
-        raise ConfigError(f"option --hints-token-file: {path} does not hold one line of 16 to 1024 characters; {make}")
-    return content.rstrip(b"\n")
+    misfit = "does not hold one line of 16 to 1024 characters"
+    return read_secret(path, "option --hints-token-file", _TOKEN, misfit, make)
 
 
 def admit(token: bytes, headers: Message) -> int:
@@ -290,9 +271,4 @@ def _keys(space: Namespace, tokens: list[int], salt: str | None) -> PrefixKeys:
             f"token_ids: expected at most {CHUNKS_MAX} chunks of {chunk_tokens}, got {chunks}",
         )
     first = encode([Salt(salt)]) if salt else b""
-    keys = PrefixKeys(space, chunk_tokens)
-    step = max(1, HASHED_IN_PART // chunk_tokens)
-    for stop in range(step, chunks + step, step):
-        keys.extend(tokens, lambda index: b"" if index else first, min(stop, chunks))
-        time.sleep(YIELD_S)
-    return keys
+    return keys_in_parts(space, chunk_tokens, tokens, lambda index: b"" if index else first, chunks)

@@ -13,14 +13,13 @@ is before it is never touched again: an accepted draft is a token like any other
 again before the token that takes it is known to the scheduler.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, NoReturn
 
 from tiered_kv.keys.namespace import Namespace
-from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.keys.prefix_keys import PrefixKeys, keys_in_parts
 from tiered_kv.tiering.types import LookupAnswer, SlotId, Tail
 from tiered_kv.vllm.request_extras import RequestExtras
 from tiered_kv.vllm.request_params import NO_PARAMS, RequestParams
@@ -28,11 +27,6 @@ from tiered_kv.vllm.request_params import NO_PARAMS, RequestParams
 HASHED_AT_ONCE: Final = 32768
 """Tokens whose keys vLLM's thread computes itself, in 0.3 to 0.6 ms. Keys that another thread computes may be there a
 step later, which is nothing beside loading or computing more tokens than these."""
-
-HASHED_IN_PART: Final = 8192
-YIELD_S: Final = 50e-6
-"""Between two parts of a longer prompt, so many tokens each: vLLM's thread gets the interpreter lock without having to
-ask for it, which takes 5 ms (``sys.getswitchinterval``)."""
 
 
 class FoundTail(NamedTuple):
@@ -252,8 +246,7 @@ class RequestState:
         is_session = getattr(self.request, "resumable", False)
         if self.hashing or is_known or is_session or chunks * chunk_tokens <= HASHED_AT_ONCE:
             return False
-        keys, step = PrefixKeys(namespace, chunk_tokens), max(1, HASHED_IN_PART // chunk_tokens)
-        self.hashing = hasher.submit(_hash_in_parts, keys, tokens, self.extras.extras_for, chunks, step)
+        self.hashing = hasher.submit(keys_in_parts, namespace, chunk_tokens, tokens, self.extras.extras_for, chunks)
         return True
 
     @property
@@ -323,16 +316,6 @@ class RequestState:
         if request.all_token_ids[: request.num_prompt_tokens] != request.prompt_token_ids:
             self.extras.refuse("vLLM lost tokens of a streaming session")
         self.extras.read_again()
-
-
-def _hash_in_parts(
-    keys: PrefixKeys, tokens: Sequence[int], extras_for: Callable[[int], bytes], chunks: int, step: int
-) -> PrefixKeys:
-    """Compute the keys of so many chunks, ``step`` at a time, in a thread that shares the interpreter with vLLM's."""
-    for stop in range(step, chunks + step, step):
-        keys.extend(tokens, extras_for, min(stop, chunks))
-        time.sleep(YIELD_S)
-    return keys
 
 
 def final_tokens(request: Any) -> int:

@@ -10,7 +10,6 @@ import hmac
 import os
 import re
 import ssl
-import stat
 from pathlib import Path
 from typing import Final
 
@@ -18,14 +17,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tiered_kv.errors import ConfigError
+from tiered_kv.machine import read_secret
 
 KEY_BYTES: Final = 32
 HOUR_S: Final = 3600
 HOURS_OFF: Final = 1
 """How far the clocks of two machines may be apart; a token is good for two to three hours."""
 
-_FILE_BYTES_MAX: Final = 4096
 _HEX = re.compile(rb"[0-9a-f]{64}\s*")
 _FIRST_DAY = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _LAST_DAY = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
@@ -53,17 +51,8 @@ class FleetKey:
             ConfigError: There is none, others may read or write it, or it holds something else.
         """
         make = "make one with: (umask 077; openssl rand -hex 32 > FILE), and copy it to every machine"
-        try:
-            with path.open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                content = file.read(_FILE_BYTES_MAX)
-        except OSError as exc:
-            raise ConfigError(f"setting peer_key_file: cannot read {path}: {exc.strerror}; {make}") from exc
-        if stat.S_IMODE(mode) & 0o077:
-            raise ConfigError(f"setting peer_key_file: others may use {path}, mode {stat.S_IMODE(mode):o}: chmod 0600")
-        if _HEX.fullmatch(content) is None:
-            raise ConfigError(f"setting peer_key_file: {path} does not hold 64 hex digits; {make}")
-        return cls(bytes.fromhex(content.decode()))
+        digits = read_secret(path, "setting peer_key_file", _HEX, "does not hold 64 hex digits", make)
+        return cls(bytes.fromhex(digits.decode()))
 
     @property
     def secret(self) -> bytes:
