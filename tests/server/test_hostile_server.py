@@ -18,13 +18,14 @@ from tests.kit.server.clients import PAGES, settings, worker_part
 from tests.kit.server.probe import wait_for
 from tests.kit.server.processes import descriptors
 from tiered_kv.chunks.arena import SLAB_BYTES, Arena, create_slabs
-from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
+from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
 from tiered_kv.server import protocol as m
 from tiered_kv.server.client import CREDITS_MAX, MOVES_BYTES_MAX, READ_BYTES, SchedulerClient
 from tiered_kv.server.connect import shake_hands
-from tiered_kv.server.directory import ServerInfo, write_info
+from tiered_kv.server.directory import ServerInfo, read_info, write_info
+from tiered_kv.server.http import ask_server
 from tiered_kv.server.worker_client import WorkerClient, receive_slabs
 from tiered_kv.tiering.types import Arrival, LookupAnswer
 
@@ -345,6 +346,18 @@ def test_a_worker_is_told_what_is_wrong_with_its_server(
     wait_for(lambda: descriptors(os.getpid()) <= before, "the imposter's end of the connection to close")
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}
     assert {path.name for path in root.iterdir()} <= {"server.json", f"arena-{ID}.lock"}
+
+
+def test_a_server_that_hangs_after_its_welcome_is_not_said_to_be_gone(imposter: Callable[[Answers], Path]) -> None:
+    def hang(sock: socket.socket) -> None:
+        sock.sendall(welcome())
+        while sock.recv(4096):  # what is asked, and in the end that nobody waits any more
+            pass
+
+    info = read_info(imposter(hang))
+    assert info is not None
+    with pytest.raises(TierUnavailable, match=r"does not answer: it hangs, was stopped, .*waited_s=0\.2"):
+        ask_server(info.socket, m.StatRequest(), m.Stat, 0.2)
 
 
 def test_a_slab_cannot_be_cut_shorter_by_its_maker() -> None:

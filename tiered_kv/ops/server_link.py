@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 import msgspec
 
@@ -13,7 +13,7 @@ from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
 from tiered_kv.metrics.figures import ServerFigures
 from tiered_kv.ops.storage import Origin, RemovalTotals
 from tiered_kv.server import protocol as m
-from tiered_kv.server.connect import SCHEME, SILENT, connect, read_message, refusal_error, shake_hands
+from tiered_kv.server.connect import SCHEME, Answer, answer_to, connect, shake_hands
 from tiered_kv.server.directory import read_info
 from tiered_kv.version import __version__
 
@@ -23,8 +23,6 @@ ORDER_TIMEOUT_S: Final = 600.0
 
 KEYS_AT_ONCE: Final = 10_000
 """Of one message: well below the longest frame, and little enough for the server's loop."""
-
-Answer = TypeVar("Answer", bound=m.Message)
 
 
 class ServerLink:
@@ -129,21 +127,12 @@ class ServerLink:
 
     def _ask(self, question: m.Message, kind: type[Answer]) -> Answer:
         before_s = self._sock.gettimeout()
+        if isinstance(question, m.Evict):
+            self._sock.settimeout(ORDER_TIMEOUT_S)
         try:
-            if isinstance(question, m.Evict):
-                self._sock.settimeout(ORDER_TIMEOUT_S)
-            self._sock.sendall(m.frame(question))
-            answer = read_message(self._sock)
+            return answer_to(self._sock, question, kind)
+        finally:
             self._sock.settimeout(before_s)
-        except TimeoutError as exc:
-            raise TierUnavailable(f"{SILENT}. waited_s={self._sock.gettimeout() or 0:g}") from exc
-        except OSError as exc:
-            raise TierUnavailable(f"the server went away while it was asked: {exc}") from exc
-        if isinstance(answer, m.Refused):
-            raise refusal_error(answer)
-        if not isinstance(answer, kind):
-            raise ProtocolError(f"expected {kind.__name__}, got {type(answer).__name__}")
-        return answer
 
     def close(self) -> None:
         """Leave. Idempotent."""

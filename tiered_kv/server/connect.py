@@ -9,18 +9,18 @@ import logging
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnavailable
+from tiered_kv.machine import peer_of
 from tiered_kv.server import protocol as m
 from tiered_kv.server.directory import read_info, server_directory
 from tiered_kv.version import __version__
@@ -40,8 +40,9 @@ SHOWN_MAX: Final = 2000
 """Characters of what a server says that an error or a log line repeats."""
 
 SLABS_MAX: Final = 1 << 16
+Answer = TypeVar("Answer", bound=m.Message)
+
 _SERVER_ID = re.compile(r"[0-9a-f]{16}")
-_PEER = struct.Struct("3i")
 
 
 def connect(path: str) -> socket.socket | None:
@@ -212,22 +213,19 @@ def shake_hands(sock: socket.socket, hello: m.Hello, timeout_s: float) -> m.Welc
         ProtocolError: What answered is not a cache server, or a garbled one.
         TierUnavailable: The server went away, or is too busy to answer.
     """
-    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    _, uid = peer_of(sock)
     if uid != os.getuid():
         raise ConfigError(f"the cache server runs as another user. server_uid={uid} client_uid={os.getuid()}")
     sock.settimeout(timeout_s)
     try:
         with contextlib.suppress(BrokenPipeError):  # it refused before it heard us: the reason waits to be read
             sock.sendall(m.frame(hello))
-        welcome = read_message(sock)
+        answer = read_message(sock)
     except TimeoutError as exc:
         raise TierUnavailable(f"{SILENT}. waited_s={timeout_s:g}") from exc
     except OSError as exc:
         raise TierUnavailable(f"the cache server went away while shaking hands: {exc}") from exc
-    if isinstance(welcome, m.Refused):
-        raise refusal_error(welcome)
-    if not isinstance(welcome, m.Welcome):
-        raise ProtocolError(f"expected Welcome, got {type(welcome).__name__}")
+    welcome = _expected(answer, m.Welcome)
     if welcome.protocol != m.PROTOCOL:
         raise ConfigError(
             f"the server (pid {welcome.pid}, version {shown(welcome.version)}) speaks protocol {welcome.protocol}, "
@@ -235,6 +233,31 @@ def shake_hands(sock: socket.socket, hello: m.Hello, timeout_s: float) -> m.Welc
         )
     check_welcome(welcome)
     return welcome
+
+
+def answer_to(sock: socket.socket, question: m.Message, kind: type[Answer]) -> Answer:
+    """What a server answers on a socket that it has welcomed.
+
+    Raises:
+        ConfigError, ProtocolError: It refuses, or answers something else.
+        TierUnavailable: It went away, or does not answer in the socket's time.
+    """
+    try:
+        sock.sendall(m.frame(question))
+        answer = read_message(sock)
+    except TimeoutError as exc:
+        raise TierUnavailable(f"{SILENT}. waited_s={sock.gettimeout() or 0:g}") from exc
+    except OSError as exc:
+        raise TierUnavailable(f"the server went away while it was asked: {exc}") from exc
+    return _expected(answer, kind)
+
+
+def _expected(answer: object, kind: type[Answer]) -> Answer:
+    if isinstance(answer, m.Refused):
+        raise refusal_error(answer)
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"expected {kind.__name__}, got {type(answer).__name__}")
+    return answer
 
 
 def check_welcome(welcome: m.Welcome) -> None:

@@ -4,12 +4,12 @@ import array
 import contextlib
 import os
 import socket
-import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tiered_kv.errors import ProtocolError
+from tiered_kv.machine import peer_of
 from tiered_kv.server.protocol import FRAME_BYTES_MAX, HELLO_BYTES_MAX, FrameReader, FromClient, Message, frame
 
 OUTBOX_BYTES_MAX = 8 << 20
@@ -23,7 +23,6 @@ READS_MAX = 4
 DESCRIPTORS_MAX = 2
 """That a client's message may bring (``LendRows``); the kernel closes what is more."""
 
-_PEER = struct.Struct("3i")
 _ROOM = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
 
 
@@ -45,9 +44,7 @@ class Connection:
         self.role = ""
         self.engine_id = ""
         self.generation = 0
-        pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        self.pid: int = pid
-        self.uid: int = uid
+        self.pid, self.uid = peer_of(sock)
         self.accepted_s = accepted_s
         self.is_closing = False
         self.has_ended = False
@@ -108,11 +105,7 @@ class Connection:
             yield from self._reader.feed(data)
 
     def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                received = array.array("i")
-                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
-                self._descriptors.extend(received)
+        self._descriptors += descriptors_in(ancillary)
         if len(self._descriptors) > DESCRIPTORS_MAX:
             raise ProtocolError(f"the client sends descriptors that no message takes. max={DESCRIPTORS_MAX}")
 
@@ -179,3 +172,12 @@ class Connection:
         self.sock.close()
         for fd in self.take_descriptors():
             os.close(fd)
+
+
+def descriptors_in(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with a message, which are the caller's from now on."""
+    received = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+    return received.tolist()

@@ -25,14 +25,14 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.metrics.figures import PEERS_NAME, ServerFigures
 from tiered_kv.server import protocol as m
-from tiered_kv.server.connect import SCHEME, connect, read_message, refusal_error, shake_hands
+from tiered_kv.server.connect import SCHEME, Answer, answer_to, connect, shake_hands
 from tiered_kv.server.hint_requests import ACTIONS, BODY_BYTES_MAX, HintRefused, HintRequests, HintsToken, admit
 from tiered_kv.version import __version__
 
@@ -70,8 +70,6 @@ REQUESTS_MAX: Final = 64
 """Of these, requests that are still coming; past it the oldest goes, so that who is silent locks no probe out."""
 
 
-Answer = TypeVar("Answer", bound=m.Message)
-
 HINTS_REFUSED: Final = "hint_requests_refused"
 """Counted here and shown among what the server counts: it never hears of these."""
 
@@ -88,16 +86,7 @@ def ask_server(socket_path: str, message: m.Message, expected: type[Answer], tim
         raise TierUnavailable(f"no server answers at {SCHEME}{socket_path}")
     with sock:
         shake_hands(sock, m.Hello(m.PROTOCOL, __version__, "admin", os.getpid()), timeout_s)
-        try:
-            sock.sendall(m.frame(message))
-            answer = read_message(sock)
-        except OSError as exc:
-            raise TierUnavailable(f"the server went away while it was asked: {exc}") from exc
-    if isinstance(answer, m.Refused):
-        raise refusal_error(answer)
-    if not isinstance(answer, expected):
-        raise ProtocolError(f"expected {expected.__name__}, got {type(answer).__name__}")
-    return answer
+        return answer_to(sock, message, expected)
 
 
 def ask_figures(socket_path: str, timeout_s: float) -> ServerFigures:

@@ -15,12 +15,10 @@ import os
 import select
 import signal
 import socket
-import struct
-from typing import Final
+
+from tiered_kv.machine import peer_of
 
 logger = logging.getLogger(__name__)
-
-_PEER: Final = struct.Struct("3i")
 
 
 class RowLoan:
@@ -72,7 +70,7 @@ def server_pidfd(sock: socket.socket) -> int | None:
 
     As in another PID namespace, or where a security module or another user forbids it.
     """
-    pid, _, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    pid, _ = peer_of(sock)
     if pid <= 0:
         return None
     try:

@@ -24,6 +24,7 @@ from tiered_kv.errors import ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.machine import forgotten_in_children
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import HELLO_RETRY_S, read_exactly, read_message_after, refusal_error, say_hello
+from tiered_kv.server.connection import descriptors_in
 from tiered_kv.server.directory import hold_arena_lock, server_directory
 from tiered_kv.server.row_loan import RowLoan, server_pidfd
 
@@ -240,11 +241,7 @@ def _receive_frame(sock: socket.socket, fds: list[int]) -> None:
     before = len(fds)
     size = m.SLABS_PER_FRAME * array.array("i").itemsize
     prefix, ancillary, _, _ = sock.recvmsg(m.LENGTH.size, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            received = array.array("i")
-            received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
-            fds.extend(received)
+    fds += descriptors_in(ancillary)
     if not prefix:
         raise ConnectionResetError("the server closed the connection")
     message = read_message_after(sock, prefix + read_exactly(sock, m.LENGTH.size - len(prefix)))
