@@ -129,7 +129,7 @@ def measure(work: Path, fault: str, rule: str, options: argparse.Namespace) -> l
     engine = SmallEngine.start(settings(disk.point / "cache", start_timeout_s=60.0), rule)
     pid = server_pid(disk.point / "cache")
     side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ROLE)
-    side.prefill._tokens_per_s = PREFILL[rule]
+    side.prefill.tokens_per_s = PREFILL[rule]
     samples = []
     with failing(disk, fault):
         for number in range(options.requests):

@@ -150,7 +150,7 @@ def measure(run: Run, fault: str, wait: str, count: int) -> list[Sample]:
         GROUPS,
         EngineRole(may_load=True, may_store=False, has_prefix_caching=False),
     )
-    side.prefill._tokens_per_s = PREFILL[wait]
+    side.prefill.tokens_per_s = PREFILL[wait]
     try:
         with failing(run.proxy, fault):
             return [ask(run, side, name, number) for number in range(count)]

@@ -199,6 +199,7 @@ class PrefillRate:
         tokens_per_s: The moving estimate, or the default before the first sample.
     """
 
+    __slots__ = ("_is_measured", "_previous", "tokens_per_s")
     WEIGHT = 0.3
 
     def __init__(self) -> None:
