@@ -15,7 +15,7 @@
 #define REGISTRATIONS_MAX 65536
 
 static struct { char *start; size_t size; int device; } registrations[REGISTRATIONS_MAX];
-static int count, registered_ever, refuse_after = -1, has_batch = 1, takes_host_pointers = 1, is_capturing, keeps_all;
+static int count, registered_ever, refuse_after = -1, has_batch = 1, is_capturing, keeps_all;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread int kept_error, device, capture_mode;
 
@@ -39,7 +39,7 @@ int cudaThreadExchangeStreamCaptureMode(int *mode) {
 
 int cudaDeviceGetAttribute(int *value, int attribute, int index) {
     if (attribute != 91 || index < 0 || index > 7) return fail(INVALID);
-    *value = takes_host_pointers;
+    *value = 1;
     return 0;
 }
 
@@ -135,6 +135,5 @@ int fake_capture_mode(void) { return capture_mode; }
 int fake_kept_error(void) { return kept_error; }
 void fake_refuse_after(int registrations) { refuse_after = registrations < 0 ? -1 : registered_ever + registrations; }
 void fake_set_batch(int has) { has_batch = has; }
-void fake_set_host_pointers(int takes) { takes_host_pointers = takes; }
 void fake_set_capturing(int is) { is_capturing = is; }
 void fake_keep_registrations(int all) { keeps_all = all; }

@@ -50,10 +50,6 @@ class FakeCuda:
         """Refuse to end any registration."""
         self.library.fake_keep_registrations(all_of_them)
 
-    def take_host_pointers(self, *, are_taken: bool) -> None:
-        """Whether batched copies reach registered memory by its host address."""
-        self.library.fake_set_host_pointers(are_taken)
-
     def refuse_after(self, registrations: int) -> None:
         """Take so many more registrations and no others; negative: all of them."""
         self.library.fake_refuse_after(registrations)

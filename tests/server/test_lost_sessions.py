@@ -231,7 +231,7 @@ def test_every_call_goes_on_while_the_server_stands_still(stopped: SmallEngine) 
     client.commit([(slots[0], ChunkRecord(digest, keys.keys[0], keys.parent(0), 0, keys.digests[0]))])
     client.give_back(slots[1:])
     dropped = sent.count(None)
-    assert client.dropped_sends == dropped > 0
+    assert dropped > 0
     assert len(client._outbox) <= OUTBOX_BYTES_MAX + (1 << 16)
     assert len(client.lookups) == CALLS - dropped
     assert not any(answer.is_answered for answer in client.lookups.values())

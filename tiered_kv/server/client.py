@@ -154,7 +154,6 @@ class SchedulerClient:
         self.is_silent = False
         self._is_read_out = False
         self._asked: dict[int, tuple[Sequence[bytes], int, int, bool]] = {}
-        self.dropped_sends = 0
         self._credits: deque[SlotId] = deque()
         self._taken: set[SlotId] = set()
         self.is_resting = False
@@ -575,13 +574,11 @@ class SchedulerClient:
         if self._sock is None:
             return False
         if may_drop and len(self._outbox) > OUTBOX_BYTES_MAX:
-            self.dropped_sends += 1
             return False
         try:
             data = m.frame(message)
         except ProtocolError as exc:  # a request of tens of millions of tokens: no lookup, no store
             logger.warning("not sent. %s", exc)
-            self.dropped_sends += 1
             if not may_drop:
                 self._lose(exc)
             return False

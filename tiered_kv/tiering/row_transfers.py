@@ -55,7 +55,6 @@ class RowTransfers:
         self._index = index
         self._tiers = tiers
         self._jobs = outbox.jobs
-        self._counters = outbox.counters
         self._hit_stats = hit_stats
         self._open: dict[RowUse, Entry | None] = {}  # with the chunk that is written
         self._waiting: dict[Entry, list[RowUse]] = {}  # uses whose chunk is written from another row

@@ -59,12 +59,10 @@ class HostMemory:
         if fd is None:
             os.ftruncate(self.fd, size)
         self.address = _map_aligned(self.fd, size)
-        self.is_huge = False
         self._cuda: Cuda | None = None
         self._registered: list[int] = []
         self.populate_s = timed(lambda: self._advise(_POPULATE_WRITE)) if is_populated else 0.0
-        if huge:
-            self.collapse_s = timed(self._collapse)
+        self.is_huge = huge and self._advise(_COLLAPSE) == 0
         self._buffer = memoryview((ctypes.c_uint8 * size).from_address(self.address)).cast("B")
         self.bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._buffer, dtype=np.uint8)
 
@@ -123,9 +121,6 @@ class HostMemory:
         self.bytes = None
         _libc.munmap(self.address, self.size)
         os.close(self.fd)
-
-    def _collapse(self) -> None:
-        self.is_huge = self._advise(_COLLAPSE) == 0
 
     def _advise(self, advice: int) -> int:
         return int(_libc.madvise(self.address, self.size, advice))

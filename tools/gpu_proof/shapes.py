@@ -8,14 +8,6 @@ import torch
 
 from tiered_kv.chunks.geometry import LayerPage
 
-ORDERS: Final = {
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-}
-"""vLLM's layouts whose pages are one dense run (``vllm/v1/kv_cache_layout.py``)."""
-
 DTYPE_NAMES: Final = {torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 

@@ -100,7 +100,6 @@ class Outcome:
     wrong: list[str]
     operations: int = 0
     compared: int = 0
-    launches: int = 0
 
 
 @dataclass(frozen=True)

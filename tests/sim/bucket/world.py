@@ -11,7 +11,7 @@ plus ``settle_s`` after it was begun (a machine frozen in the middle of a PUT).
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from tests.sim.virtual_time import EPOCH_S, Hub, SimClock, Task
@@ -227,7 +227,6 @@ class Server:
     stored_count: int = 0
     refused_count: int = 0
     in_flight: int = 0
-    holes_made: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.store = WorldStore(self.world, self)
