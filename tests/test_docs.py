@@ -15,7 +15,6 @@ from tiered_kv.fleet.layout import PINS, pin_path
 from tiered_kv.keys.naming import BlobName, object_path
 from tiered_kv.ops.doctor_config import CONNECTOR, check_settings, read_text
 from tiered_kv.ops.findings import has_error
-from tiered_kv.tiers.object.store import OWN
 from tools.gpu_e2e.modes import CUDA, MODES
 from tools.gpu_proof import runner as gpu_proof
 from tools.gpu_proof.devices import DryDevice
@@ -231,7 +230,7 @@ def test_bucket_paths_of_the_format_page_are_those_of_the_code(repository: Path)
     assert path == f"{bytes(16).hex()}/00/{key.hex()}.{5:07}.{parent.hex()}.safetensors"
     assert pin_path(BlobName(bytes(16), key), 7) == f"{PINS}{bytes(16).hex()}/{key.hex()}.{7:012}"
     assert list(rows) == [
-        f"{OWN}/epochs/<namespace digest>/<number>",
+        f"{layout.ROOT}/epochs/<namespace digest>/<number>",
         f"{layout.LEASES}<term, 20 digits>",
         f"{layout.SERVERS}<server>.<session number>",
         f"{layout.RECENCY}<server>/<number>",
@@ -239,7 +238,7 @@ def test_bucket_paths_of_the_format_page_are_those_of_the_code(repository: Path)
         f"{PINS}<namespace>/<key>.<end, 12 digits>",
         f"{layout.PEERS}<host>:<port>",
         layout.USAGE,
-        f"{OWN}/probe/<random>",
+        f"{layout.ROOT}/probe/<random>",
     ]
     kinds = (layout.Term, layout.MemberReport, layout.BucketUsage)
     for row, kind in zip((list(rows)[1], list(rows)[2], layout.USAGE), kinds, strict=True):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Final
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
@@ -53,6 +54,10 @@ def self_test_format() -> BlobFormat:
     """The format of the test blob."""
     page = LayerPage("self-test", "U8", (1, 1, TEST_BYTES), "HNC")
     return BlobFormat(SELF_TEST_NAMESPACE, ChunkGeometry(1, 1, ((page,),)))
+
+
+SELF_TEST_FORMATS: Final = {SELF_TEST_NAMESPACE: self_test_format()}
+"""What a tier's verification must know for its self-test."""
 
 
 def self_test(tier: Tier, clock: Clock, left: BlobName | None = None) -> SelfTest:

@@ -18,6 +18,7 @@ leaves it as it is. Owns paths and encodings; must not decide anything. Called b
 """
 
 import re
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol, TypeVar
 
@@ -28,6 +29,8 @@ from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.keys.naming import BlobName
 
 ROOT: Final = "_tiered_kv"
+"""Where everything of ours lies that is no blob."""
+
 LEASES: Final = f"{ROOT}/lease/"
 SERVERS: Final = f"{ROOT}/servers/"
 RECENCY: Final = f"{ROOT}/recency/"
@@ -53,7 +56,7 @@ Found = bytes | TierUnavailable | ChunkCorrupt | None
 
 
 class Info(Protocol):
-    """What a LIST or a HEAD tells; ``object_store.ObjectInfo``."""
+    """What a LIST or a HEAD tells; ``tiers/object/medium.py`` has it."""
 
     @property
     def path(self) -> str: ...
@@ -64,7 +67,7 @@ class Info(Protocol):
 
 
 class Objects(Protocol):
-    """What the keepers ask of a store; ``object_store.ObjectStore``.
+    """What the keepers ask of a store; ``tiers/object/store.py`` is one.
 
     Each call may raise TierUnavailable, and ``get`` ChunkCorrupt for what is larger than ``size_max``.
     """
@@ -154,14 +157,14 @@ def decode(data: bytes | None, kind: type[T]) -> T | None:
         return None
 
 
-def fetch(store: Objects, path: str, bytes_max: int = JSON_BYTES_MAX) -> bytes | None:
+def fetch(store: Objects, path: str) -> bytes | None:
     """An object of the keepers; None: it is not there. One that is larger than any of ours reads as empty.
 
     Raises:
         TierUnavailable: The store failed.
     """
     try:
-        return store.get(path, bytes_max)
+        return store.get(path, JSON_BYTES_MAX)
     except ChunkCorrupt:
         return b""
 
@@ -200,6 +203,11 @@ def parse_peer_path(path: str) -> str | None:
     """``HOST:PORT`` of a door; None for anything else."""
     address = path.removeprefix(PEERS)
     return address if path.startswith(PEERS) and is_peer_address(address) else None
+
+
+def probe_path() -> str:
+    """A name that nobody else has, to ask the store what it does."""
+    return f"{ROOT}/probe/{uuid.uuid4().hex}"
 
 
 def is_probe(path: str) -> bool:

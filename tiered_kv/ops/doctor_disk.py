@@ -16,9 +16,8 @@ from typing import Final
 
 from tiered_kv.config import Config, size_text
 from tiered_kv.engine.clock import SystemClock
-from tiered_kv.engine.self_test import SelfTest, self_test, self_test_format
+from tiered_kv.engine.self_test import SELF_TEST_FORMATS, SelfTest, self_test
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
-from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.ops.doctor_server import Running
 from tiered_kv.ops.findings import DoctorFinding, DoctorMeasurement, error, has_error, measured, ok, warning
 from tiered_kv.ops.text import without_paths
@@ -210,8 +209,7 @@ def _test(config: Config, root: Path, stored_bytes: int) -> tuple[list[DoctorFin
         with _scratch(root) as scratch:
             tier = DiskTier(scratch, SCRATCH_BYTES, min_free_bytes=config.min_free_bytes, metadata_reserve_bytes=0)
             try:
-                formats = {SELF_TEST_NAMESPACE: self_test_format()}
-                result = self_test(VerifiedTier(tier, formats.get), SystemClock())
+                result = self_test(VerifiedTier(tier, SELF_TEST_FORMATS.get), SystemClock())
                 findings = [_direct_io(is_direct=tier.direct_io)]
             finally:
                 tier.close()

@@ -8,16 +8,14 @@ from typing import Final
 
 from tiered_kv.config import Config
 from tiered_kv.engine.clock import SystemClock
-from tiered_kv.engine.self_test import self_test, self_test_format
+from tiered_kv.engine.self_test import SELF_TEST_FORMATS, self_test
 from tiered_kv.errors import ConfigError
-from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.ops.doctor_disk import judged
 from tiered_kv.ops.findings import DoctorFinding, DoctorMeasurement, error, ok, warning
 from tiered_kv.tiers.open import open_pool
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 LOOPBACK: Final = ("127.", "localhost:", "[::1]:")
-_FORMATS: Final = {SELF_TEST_NAMESPACE: self_test_format()}
 
 
 def check_pool(config: Config) -> tuple[list[DoctorFinding], list[DoctorMeasurement]]:
@@ -28,7 +26,7 @@ def check_pool(config: Config) -> tuple[list[DoctorFinding], list[DoctorMeasurem
         return [error("mooncake", str(exc), "install it where the engines run")], []
     findings = [_network(config)]
     with contextlib.closing(tier):
-        result = self_test(VerifiedTier(tier, _FORMATS.get), SystemClock())
+        result = self_test(VerifiedTier(tier, SELF_TEST_FORMATS.get), SystemClock())
     if result.failure is None and not result.size_bytes:
         hint = "some machine must give the pool memory, e.g. with global_segment_size; or wait until the master evicts"
         return [*findings, error("mooncake test", "the pool has no room for a blob of 4 MiB", hint)], []

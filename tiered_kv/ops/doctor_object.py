@@ -8,7 +8,6 @@ import os
 import re
 import statistics
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from itertools import islice
@@ -17,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from tiered_kv.config import Config, size_text
 from tiered_kv.engine.clock import SystemClock
-from tiered_kv.engine.self_test import self_test, self_test_format
+from tiered_kv.engine.self_test import SELF_TEST_FORMATS, self_test
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.fleet import layout
 from tiered_kv.fleet.recency import BASE_MAGIC, LOG_MAGIC
@@ -32,7 +31,7 @@ from tiered_kv.ops.text import counted
 from tiered_kv.server.epochs import EPOCHS
 from tiered_kv.tiers.disk.scan import NAMESPACE_FILE
 from tiered_kv.tiers.object.medium import ObjectInfo
-from tiered_kv.tiers.object.store import OWN, ObjectStore
+from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.object.tier import ObjectTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
@@ -72,7 +71,7 @@ def check_object(
         findings.append(atomic)
         findings.append(_round_trip(store, measurements))
         tier = ObjectTier(store, io_concurrency=config.storage_concurrency)  # not closed: the store is not its own
-        tested, more = judged("object", self_test(VerifiedTier(tier, _FORMATS.get), SystemClock()))
+        tested, more = judged("object", self_test(VerifiedTier(tier, SELF_TEST_FORMATS.get), SystemClock()))
         findings.append(tested)
         measurements += more
         if not has_error([tested]):
@@ -82,9 +81,6 @@ def check_object(
     except TierUnavailable as exc:
         findings.append(error("object store", _shown(exc), _hint(exc)))
     return findings, measurements, content
-
-
-_FORMATS: Final = {SELF_TEST_NAMESPACE: self_test_format()}
 
 
 def _shown(exc: TierUnavailable) -> str:
@@ -254,7 +250,7 @@ def _conditional_create(config: Config, store: ObjectStore) -> DoctorFinding:
 
 
 def _round_trip(store: ObjectStore, measurements: list[DoctorMeasurement]) -> DoctorFinding:
-    path, times = f"{OWN}/probe/{uuid.uuid4().hex}", []
+    path, times = layout.probe_path(), []
     for _ in range(ROUND_TRIPS):
         start_s = time.perf_counter()
         store.head(path)
@@ -269,7 +265,7 @@ def _round_trip(store: ObjectStore, measurements: list[DoctorMeasurement]) -> Do
 
 def _clock_skew(store: ObjectStore, clock: Callable[[], float]) -> DoctorFinding:
     """Compare the store's clock with ours: it writes the time to the second, or near it."""
-    path = f"{OWN}/probe/{uuid.uuid4().hex}"
+    path = layout.probe_path()
     before_s = clock()
     store.put(path, b"doctor")
     try:
@@ -322,7 +318,7 @@ def _foreign(store: ObjectStore, own: list[ObjectInfo]) -> list[DoctorFinding]:
     more = f" and {len(paths) - NAMES_SHOWN} more" if len(paths) > NAMES_SHOWN else ""
     part = f" (of the first {LISTED_MAX} there)" if len(own) > LISTED_MAX else ""
     be = "is" if len(paths) == 1 else "are"
-    text = f"{counted(len(paths), 'object')} below {OWN}/ {be} none of ours{part}: {shown}{more}"
+    text = f"{counted(len(paths), 'object')} below {layout.ROOT}/ {be} none of ours{part}: {shown}{more}"
     hint = "servers leave them alone and count them as absent; move them, or give the cache a prefix of its own"
     return [warning("foreign objects", text, hint)]
 
@@ -369,5 +365,5 @@ def _list(store: ObjectStore) -> tuple[Content, list[ObjectInfo]]:
         record = store.get(f"{space.hex()}/{NAMESPACE_FILE}", 2 * MAX_RECORD_BYTES)
         content.records[space] = NamespaceRecord.parse(space, record)
     if content.is_whole:
-        return content, [info for info in infos if info.path.startswith(f"{OWN}/")]
-    return content, list(islice(store.list(f"{OWN}/"), LISTED_MAX + 1))  # which may come behind all those blobs
+        return content, [info for info in infos if info.path.startswith(f"{layout.ROOT}/")]
+    return content, list(islice(store.list(f"{layout.ROOT}/"), LISTED_MAX + 1))  # which may come behind all those blobs

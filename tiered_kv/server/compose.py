@@ -14,7 +14,7 @@ from tiered_kv.config import Config
 from tiered_kv.engine.clock import Clock, SystemClock
 from tiered_kv.engine.engine import Engine
 from tiered_kv.engine.executor import LOCAL_THREADS, Pool, ThreadExecutor
-from tiered_kv.engine.self_test import self_test, self_test_format
+from tiered_kv.engine.self_test import SELF_TEST_FORMATS, self_test
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.machine import memory_limit_bytes
@@ -59,7 +59,7 @@ def build_engine(config: Config, recorder: Recorder) -> tuple[Engine, ObjectStor
         TierUnavailable: With ``strict``, a self-test failed.
     """
     clock = SystemClock()
-    formats = {SELF_TEST_NAMESPACE: self_test_format()}
+    formats = dict(SELF_TEST_FORMATS)
     with ExitStack() as undo:  # in a library's process, a failed start must not leave the directory locked
         opened = open_tiers(config, formats.get, recorder, clock.monotonic)
         tiers = [one.tier for one in opened]

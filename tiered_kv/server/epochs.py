@@ -42,10 +42,11 @@ from typing import Final
 import msgspec
 
 from tiered_kv.errors import Closed, ConfigError, TierUnavailable
+from tiered_kv.fleet.layout import ROOT
 from tiered_kv.machine import machine_name
 from tiered_kv.tiers.disk.files import read_small_file, replace_small_file, write_new_file
 from tiered_kv.tiers.object.medium import ObjectInfo
-from tiered_kv.tiers.object.store import OWN, ObjectStore
+from tiered_kv.tiers.object.store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ _OWED: Final = "owed:"
 _OWED_NAME = re.compile(f"{_OWED}([0-9a-f]{{32}})")
 _SEEN: Final = "seen:"
 """Before a digest: the highest number that this machine has seen in the bucket."""
-EPOCHS: Final = f"{OWN}/epochs/"
+EPOCHS: Final = f"{ROOT}/epochs/"
 RETRY_S: Final = 10.0
 """How often the bucket is told again of a reset that it did not hear of."""
 REFRESH_S: Final = 6 * 3600.0
@@ -449,9 +450,7 @@ class Epochs:
         self._monotonic = monotonic
         self._machine = hashlib.sha256(f"{machine_name()} {file.root}".encode()).hexdigest()[:16]
         self._asked: dict[bytes, list[int | None]] = {}  # by namespace that a session waits for: its answer
-        self._owed = (
-            {} if store is None else dict.fromkeys(file.owed, 0)
-        )  # which retirement the bucket does not have, counted from here
+        self._owed = {} if store is None else dict.fromkeys(file.owed, 0)  # the retirement that the bucket lacks
         self._retirements = 0
         self._telling: set[bytes] = set()
         self._told: deque[tuple[bytes, int, bool]] = deque()

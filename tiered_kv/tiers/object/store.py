@@ -10,7 +10,6 @@ import os
 import re
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TieredKVError, TierUnavailable
+from tiered_kv.fleet.layout import probe_path
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import (
     MissingFile,
@@ -35,9 +35,6 @@ from tiered_kv.tiers.object.shared_directory import SharedDirectory
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-OWN: Final = "_tiered_kv"
-"""Where everything of ours lies that is no blob."""
 
 READS_AT_ONCE: Final = 16
 """Objects that one call for many reads at the same time; more connections would be taken from blobs."""
@@ -246,7 +243,7 @@ class ObjectStore:
             return known
 
     def _ask_whether_atomic(self) -> bool:
-        path = f"{OWN}/probe/{uuid.uuid4().hex}"
+        path = probe_path()
         try:
             # A first refusal is one, too: nobody else has this name, so it met its own lost answer.
             is_atomic = not self.create(path, b"probe") or not self.create(path, b"probe")
