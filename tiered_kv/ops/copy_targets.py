@@ -34,9 +34,8 @@ from tiered_kv.server.members import recorded_geometry
 from tiered_kv.server.worker_client import WorkerClient, pages_on_the_wire
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.tiering.types import SlotId
+from tiered_kv.tiers.disk.files import DIRECTORY_MODE, free_bytes
 from tiered_kv.version import __version__
-
-DIRECTORY_MODE: Final = 0o700
 
 
 class StorageTarget:
@@ -151,8 +150,7 @@ def _room_bytes(storage: Storage, config: Config) -> int | None:
     if isinstance(storage, DiskStorage):
         if config.disk_bytes is not None:
             return None  # the directory is opened with it
-        space = os.statvfs(storage.root)
-        return space.f_bavail * space.f_frsize - MIN_FREE_BYTES_DEFAULT
+        return free_bytes(storage.root) - MIN_FREE_BYTES_DEFAULT
     capacity = storage.capacity_bytes()
     return None if capacity is None else capacity - used_bytes(storage, storage.look())
 

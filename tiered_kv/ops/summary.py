@@ -4,7 +4,6 @@ Reads only. For a tier whose server runs, that server's own figures say more (``
 servers leave there for each other is described in ``fleet/layout.py``.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tiered_kv.ops.listing import set_self_test_apart
 from tiered_kv.ops.object_storage import ObjectStorage, newest_lease
 from tiered_kv.ops.storage import Content, Progress, Reader, no_progress
 from tiered_kv.server.directory import read_info
+from tiered_kv.tiers.disk.files import free_bytes
 from tiered_kv.tiers.object.medium import ObjectInfo
 from tiered_kv.tiers.object.store import ObjectStore
 
@@ -145,7 +145,7 @@ def summarize(storage: Reader, progress: Progress = no_progress) -> tuple[Storag
     notes = list(content.notes)
     free, bucket = None, None
     if isinstance(storage, DiskStorage):
-        free = _free_bytes(storage.root)
+        free = free_bytes(storage.root)
         notes.extend(_left_behind(storage.root))
     elif isinstance(storage, ObjectStorage):
         bucket = read_bucket(storage.store)
@@ -199,11 +199,6 @@ def _namespaces(content: Content, table: BlobTable) -> list[StoredNamespace]:
             )
         )
     return sorted(found, key=lambda space: (-space.bytes, space.namespace))
-
-
-def _free_bytes(root: Path) -> int:
-    space = os.statvfs(root)
-    return space.f_bavail * space.f_frsize
 
 
 def _left_behind(root: Path) -> list[str]:

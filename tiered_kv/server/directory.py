@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import msgspec
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.tiers.disk.files import is_of_the_file, is_own_file, make_root, read_small_file, replace_small_file
+from tiered_kv.tiers.disk.lock import ARENA_LOCK
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ _KEPT_YOUNG = ("server.json", "server.lock", "tiered_kv.json", "epochs.json")
 _NOT_OURS = "server.json in the cache directory is not what a cache server writes, so it stays: move it away"
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Of what the process or the machine lacks to look at a file."""
-_LOCK_NAME = re.compile(r"arena-[0-9a-f]{16}\.lock")
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -210,7 +209,7 @@ def release_stale_arena_locks(root: Path, own_id: str) -> int:
             raise
         return 1
     for path in paths:
-        if path == _lock_path(root, own_id) or _LOCK_NAME.fullmatch(path.name) is None:
+        if path == _lock_path(root, own_id) or ARENA_LOCK.fullmatch(path.name) is None:
             continue
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -245,7 +244,7 @@ def keep_young(root: Path) -> None:
     """
     paths = [root / name for name in _KEPT_YOUNG]
     with contextlib.suppress(OSError):  # no descriptor is left, or the medium does not answer: the next time
-        paths += (path for path in root.glob("arena-*.lock") if _LOCK_NAME.fullmatch(path.name) is not None)
+        paths += (path for path in root.glob("arena-*.lock") if ARENA_LOCK.fullmatch(path.name) is not None)
     for path in paths:
         with contextlib.suppress(OSError):  # it is not there, or nobody's to change
             os.utime(path, follow_symlinks=False)

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tiered_kv.machine import forgotten_in_children
 from tiered_kv.tiers.disk.files import read_small_file
 
 LOCK_FILE = "server.lock"
+ARENA_LOCK = re.compile(r"arena-[0-9a-f]{16}\.lock")
 HOLDER_FILE = "server.json"
 HOLDER_BYTES_MAX = 64 << 10
 SHOWN_MAX = 200

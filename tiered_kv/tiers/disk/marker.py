@@ -33,6 +33,7 @@ from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import NAME_BYTES, parse_path
 from tiered_kv.tiers.disk.files import is_of_the_file, mapped_errors, read_small_file, write_new_file
+from tiered_kv.tiers.disk.lock import ARENA_LOCK, LOCK_FILE
 from tiered_kv.tiers.disk.scan import NAMESPACE_FILE, RECORD_BYTES_MAX, read_named_header
 from tiered_kv.tiers.disk.sweep import SMALL_TEMP_NAME, TEMP_NAME
 
@@ -53,11 +54,9 @@ FOUND_SHOWN: Final = 3
 _SCRATCH_NAME = re.compile(r"doctor-[a-z0-9_]{8}")
 _FILES = re.compile(
     r"server\.(lock|json|log|log\.1)|pins\.(json|lock)|epochs\.(json|tmp)|epochs\.damaged-[0-9a-f]{8}\.(json|tmp)"
-    r"|arena-[0-9a-f]{16}\.lock"
+    rf"|{ARENA_LOCK.pattern}"
 )
 _DIRECTORIES = re.compile(r"blobs|tmp|index(\.damaged-\d+)?")
-_ARENA_LOCK = re.compile(r"arena-[0-9a-f]{16}\.lock")
-_LOCK_FILE = "server.lock"
 _DIGEST_NAME = re.compile(rf"[0-9a-f]{{{2 * NAME_BYTES}}}")
 
 
@@ -201,7 +200,7 @@ def _is_nothing(root: Path, name: str) -> bool:
     """What does not count as content: what a fresh file system has, and what is there for a moment before a marker."""
     if name == FRESH_FILE_SYSTEM or _SCRATCH_NAME.fullmatch(name):
         return _kind(root / name) == stat.S_IFDIR
-    if _ARENA_LOCK.fullmatch(name):  # of an engine whose server's directory was emptied
+    if ARENA_LOCK.fullmatch(name):  # of an engine whose server's directory was emptied
         return _is_empty_file(root / name)
     return name.startswith(f"{MARKER_FILE}.") and SMALL_TEMP_NAME.fullmatch(name) is not None
 
@@ -259,7 +258,7 @@ def _files_of_blobs(root: Path) -> Iterator[Path]:
 
 def _holds_only_own(root: Path, content: list[str], *, is_private: bool) -> bool:
     """Whether this is a directory of ours without a blob: our lock, and nothing beside it that is not ours by name."""
-    if not is_private and not (_is_empty_file(root / _LOCK_FILE) and "blobs" in content):
+    if not is_private and not (_is_empty_file(root / LOCK_FILE) and "blobs" in content):
         return False
     return all(_has_own_name(root, name) for name in content) and all(
         _kind(path) == stat.S_IFDIR or (pattern.fullmatch(path.name) and _kind(path) == stat.S_IFREG)

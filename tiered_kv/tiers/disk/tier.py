@@ -46,6 +46,7 @@ from typing import Final
 
 from tiered_kv.chunks.geometry import align_up
 from tiered_kv.chunks.header import PEEK_BYTES, peek, refuse_foreign
+from tiered_kv.config import MIN_FREE_BYTES_DEFAULT
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import FIRST_STORED_BY
 from tiered_kv.keys.naming import relative_path
@@ -86,9 +87,6 @@ from tiered_kv.tiers.disk.sweep import SweepLog, sweep_namespaces, sweep_temp_fi
 
 logger = logging.getLogger(__name__)
 
-MIN_FREE_BYTES = 1 << 30
-"""Left on the file system for everybody else, unless the caller says otherwise."""
-
 LOOK_AGE_S: Final = 0.01
 """So old a look may be at what hardly changes between two writes: each costs a turn of the interpreter's lock."""
 
@@ -118,7 +116,7 @@ class DiskTier(Tier):
         root: Path,
         capacity_bytes: int,
         *,
-        min_free_bytes: int = MIN_FREE_BYTES,
+        min_free_bytes: int = MIN_FREE_BYTES_DEFAULT,
         metadata_reserve_bytes: int | None = None,
         direct_io: bool | None = None,
     ) -> None:
