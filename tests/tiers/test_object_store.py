@@ -715,6 +715,34 @@ def test_lists_and_batches_of_another_store_behind_the_same_name_are_believed():
         store.close()
 
 
+def test_a_deletion_by_another_store_behind_the_same_name_is_believed_once_the_object_is_gone():
+    """Its answer has no content, and nothing that tells a store's from anybody's; the same one says what it has."""
+    marks, gone = b"x-amz-request-id: 1\r\n", set()
+    missing = b"<Error><Code>NoSuchKey</Code></Error>"
+
+    def answer(asked):
+        asked.read_body()
+        verb, target = asked.line.split()[:2]
+        if verb == "DELETE":
+            if "kept" not in target:
+                gone.add(target)
+            return b"HTTP/1.1 204 No Content\r\n%s\r\n" % marks
+        if target in gone:
+            body = b"" if verb == "HEAD" else missing
+            return b"HTTP/1.1 404 Not Found\r\n%sContent-Length: %d\r\n\r\n%s" % (marks, len(body), body)
+        return holds_four_bytes(asked, b'ETag: "e"\r\n' + marks)
+
+    options = {"key": "k", "secret": "s", "region": "x"}
+    with RawServer(answer) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, **options})
+        store.delete(["x"])
+        marks = b""
+        store.delete(["y"])
+        with pytest.raises(TierUnavailable, match="what answers there is no S3 server"):
+            store.delete(["kept"])
+        store.close()
+
+
 def test_what_a_store_s_answers_had_is_forgotten_after_a_while_without_it():
     clock = FakeClock()
     marks = Marks(frozenset({"etag"}), monotonic=clock.monotonic)

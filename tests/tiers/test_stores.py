@@ -539,6 +539,30 @@ def test_an_answer_that_lacks_google_s_headers_is_nobody_s_once_it_has_sent_them
         store.close()
 
 
+def test_a_list_of_google_s_is_believed_without_its_headers_and_nothing_else_in_its_place(monkeypatch):
+    """A proxy began to drop headers that it does not know: no lease and no epoch was seen for ten minutes."""
+    needed("gcsfs")
+    monkeypatch.setenv("FETCH_RAW_TOKEN_EXPIRY", "false")
+    marks, said = b"X-GUploader-UploadID: 1\r\n", [b'{"kind": "storage#objects"}'] * 2
+    said += [b"{}", b"[]", b"", b'{"kind": "storage#object"}']
+
+    def answer(asked):
+        assert "kind%2Citems%28" in asked.line or "kind,items(" in asked.line
+        body = said.pop(0)
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n%sContent-Length: %d\r\n\r\n"
+        return head % (marks, len(body)) + body
+
+    with RawServer(answer) as server:
+        store = open_store("gs://bucket/p", {"endpoint_url": server.url, "token": "ya29.hidden"})
+        assert list(store.list("")) == []
+        marks = b""
+        assert list(store.list("")) == []
+        while said:
+            with pytest.raises(TierUnavailable, match="list failed: what answers there is no object store"):
+                list(store.list(""))
+        store.close()
+
+
 def test_a_service_account_that_google_does_not_know_any_more_is_told_at_once(tmp_path):
     needed("gcsfs")
     from cryptography.hazmat.primitives import serialization

@@ -169,11 +169,25 @@ class S3Medium(Medium):
                     raise
                 self._deletes_batches = False
         for start in range(0, len(paths), DELETED_AT_ONCE):
-            keys = [self._prefix + path for path in paths[start : start + DELETED_AT_ONCE]]
-            self._calls.run(all_of([self._delete_one(key) for key in keys], is_missing))
+            part = paths[start : start + DELETED_AT_ONCE]
+            self._calls.run(all_of([self._delete_one(path) for path in part], is_missing))
 
-    async def _delete_one(self, key: str) -> None:
-        await self._calls.call("delete_object", Key=key)
+    async def _delete_one(self, path: str) -> None:
+        try:
+            await self._calls.call("delete_object", Key=self._prefix + path)
+        except NotAStore:
+            if not await self._is_gone(path):
+                raise
+
+    async def _is_gone(self, path: str) -> bool:
+        """Whether a store says that there is no such object; it may be another one than was there before."""
+        try:
+            await self._head(path)
+        except FileNotFoundError:
+            return True
+        except Exception:  # noqa: BLE001 - nobody says so, and the caller raises what came in place of the deletion
+            return False
+        return False
 
     def _delete_batches(self, paths: Sequence[str]) -> None:
         for start in range(0, len(paths), DELETE_BATCH):
