@@ -10,6 +10,8 @@ import struct
 import time
 import uuid
 import weakref
+from collections import deque
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import IO, Final, Protocol
@@ -23,6 +25,13 @@ SECRET_BYTES_MAX: Final = 4096
 """Of a file with a secret: more than any of ours is long."""
 
 _PEER: Final = struct.Struct("3i")
+
+LINES_MAX: Final = 100
+LINES_S: Final = 60.0
+"""So many lines of a child are logged in so many seconds: the log is of 1 MiB, and holds what the server says, too."""
+
+LAST_LINES: Final = 20
+"""Of those that were suppressed, logged when the child has ended: they may say why."""
 
 
 class Forgetful(Protocol):
@@ -48,16 +57,35 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def repeat_in_log(said: IO[bytes], log: logging.Logger) -> None:
+def repeat_in_log(said: IO[bytes], log: logging.Logger, *, monotonic: Callable[[], float] = time.monotonic) -> None:
     """Log what a child process says on its standard error, until it ends; then close that.
 
     A server that an engine started has no standard error which anybody reads, and one that logs for machines writes no
-    other lines.
+    other lines. Lines beyond the rate are suppressed and counted, but for the last ones.
     """
+    due_s, logged, suppressed = monotonic() + LINES_S, 0, 0
+    last: deque[str] = deque(maxlen=LAST_LINES)
     with said:
         while line := said.readline(LINE_BYTES_MAX):
-            if text := line.decode(errors="replace").strip():
+            if not (text := line.decode(errors="replace").strip()):
+                continue
+            if monotonic() >= due_s:
+                if suppressed:
+                    log.warning("suppressed lines of a child process. lines=%d", suppressed)
+                due_s, logged, suppressed = monotonic() + LINES_S, 0, 0
+                last.clear()
+            if logged < LINES_MAX:
                 log.warning("%s", text)
+                logged += 1
+                continue
+            if not suppressed:
+                log.warning("a child process says too much: more lines are suppressed for up to %g s", LINES_S)
+            suppressed += 1
+            last.append(text)
+    if suppressed > len(last):
+        log.warning("suppressed lines of a child process. lines=%d", suppressed - len(last))
+    for text in last:
+        log.warning("%s", text)
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
