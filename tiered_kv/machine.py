@@ -24,14 +24,14 @@ LINE_BYTES_MAX: Final = 4096
 SECRET_BYTES_MAX: Final = 4096
 """Of a file with a secret: more than any of ours is long."""
 
-_PEER: Final = struct.Struct("3i")
-
 LINES_MAX: Final = 100
 LINES_S: Final = 60.0
 """So many lines of a child are logged in so many seconds: the log is of 1 MiB, and holds what the server says, too."""
 
 LAST_LINES: Final = 20
 """Of those that were suppressed, logged when the child has ended: they may say why."""
+
+_PEER: Final = struct.Struct("3i")
 
 
 class Forgetful(Protocol):
