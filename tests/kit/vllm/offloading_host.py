@@ -305,10 +305,11 @@ class OffloadingHost:
             ask.is_told = True
             self.manager.on_request_finished(ask.context)
         self._over = []
-        self._copy([one for one in self._copies if one.ask in plan.preempted])
         for one in self._copies:
-            one.steps -= 1
-        self._copy([one for one in self._copies if one.steps <= 0])
+            one.steps = 0 if one.ask in plan.preempted else one.steps - 1
+        stores = [number for number, one in enumerate(self._copies) if one.steps <= 0 and not one.is_load]
+        last = max(stores, default=-1)  # the GPU copies what is stored in its order
+        self._copy([one for n, one in enumerate(self._copies) if one.steps <= 0 or (n < last and not one.is_load)])
         for ask in self.asks:
             if ask.phase is RUNNING and ask.computed == len(ask.rows):
                 self._end(ask)
