@@ -120,16 +120,17 @@ def _tail_tokens(value: object) -> int | None:
     return value
 
 
-def _eviction(value: object) -> str:
-    if value not in ("multi-queue", "lru"):
-        raise ValueError("expected multi-queue or lru")
-    return str(value)
+def _one_of(*known: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in known:
+            raise ValueError(f"expected {' or '.join(known)}")
+        return str(value)
+
+    return parse
 
 
-def _admission(value: object) -> str:
-    if value not in ("all", "second-touch"):
-        raise ValueError("expected all or second-touch")
-    return str(value)
+_eviction = _one_of("multi-queue", "lru")
+_admission = _one_of("all", "second-touch")
 
 
 def _options(value: object) -> dict[str, object]:

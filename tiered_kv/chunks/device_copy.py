@@ -591,10 +591,7 @@ def _fitting(row_bytes: int, most_bytes: int) -> int:
 def _row_run(
     layers: Sequence[PagedLayer], row_bytes: int, offset_bytes: int, blocks: int, engine: CopyEngine
 ) -> RowRun:
-    storage = layers[0].storage()
-    origin = layers[0].offset_bytes % row_bytes
-    count = (storage.numel() - origin) // row_bytes
-    grid = storage[origin : origin + count * row_bytes].view(count, row_bytes)
+    grid, origin = layers[0].rows(row_bytes), layers[0].offset_bytes % row_bytes
     word = next(word for word in WORDS if (grid.data_ptr() | row_bytes) % word.itemsize == 0)
     first, step, block = [], [], []
     for layer in layers:

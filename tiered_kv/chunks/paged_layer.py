@@ -63,6 +63,12 @@ class PagedLayer:
         empty = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
         return empty.set_(self.tensor.untyped_storage())
 
+    def rows(self, row_bytes: int) -> torch.Tensor:
+        """The allocation as rows of so many bytes, as many as are whole; the layer begins with one."""
+        storage, origin = self.storage(), self.offset_bytes % row_bytes
+        count = (storage.numel() - origin) // row_bytes
+        return storage[origin : origin + count * row_bytes].view(count, row_bytes)
+
     def read_block(self, block: int) -> npt.NDArray[Any]:
         """Copy a block's elements out by logical index, as signed integers [K, H, N, C]."""
         bits: npt.NDArray[Any] = self._bits(block).cpu().contiguous().numpy().copy()

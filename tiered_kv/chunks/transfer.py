@@ -338,12 +338,9 @@ def _plan(layers: Sequence[PagedLayer], blocks: int) -> list[_Run]:
 
 def _run(layers: Sequence[PagedLayer], row_bytes: int, offset_bytes: int, blocks: int) -> _Run:
     page_bytes = layers[0].page.page_bytes
-    storage = layers[0].storage()
     origin = layers[0].offset_bytes % row_bytes
-    count = (storage.numel() - origin) // row_bytes
-    grid = storage[origin : origin + count * row_bytes].view(count, row_bytes)
     return _Run(
-        grid=grid,
+        grid=layers[0].rows(row_bytes),
         first=np.array([(x.offset_bytes - origin) // row_bytes for x in layers], dtype=np.intp)[:, None, None],
         step=np.array([x.block_stride_bytes // row_bytes for x in layers], dtype=np.intp)[:, None, None],
         page_rows=page_bytes // row_bytes,

@@ -134,10 +134,7 @@ class Server:
                 self._turn(TICK_S)
             was_idle = until_idle and not self._is_stopping
             since_s = self._idle_since_s if was_idle else None
-            if self._accept_again_s is None:
-                self._selector.unregister(self._listener.fileno())
-            self._accept_again_s = None
-            self._listener.close()
+            self._stop_listening()
             self._drain(self._clock.monotonic() if since_s is None else since_s)
         finally:
             for connection in list(self._connections):
@@ -154,16 +151,19 @@ class Server:
 
     def listen_to(self, listener: socket.socket) -> None:
         """Accept from another socket than before; between two turns of the loop."""
-        if self._accept_again_s is None:
-            self._selector.unregister(self._listener.fileno())
-        self._accept_again_s = None
-        self._listener.close()
+        self._stop_listening()
         self._listener = listener
         self._begin_to_listen()
 
     def _begin_to_listen(self) -> None:
         self._listener.setblocking(False)
         self._register(self._listener.fileno(), selectors.EVENT_READ, self._accept)
+
+    def _stop_listening(self) -> None:
+        if self._accept_again_s is None:
+            self._selector.unregister(self._listener.fileno())
+        self._accept_again_s = None
+        self._listener.close()
 
     def forget_after_fork(self) -> None:
         """In a child of a process with a server in it: listen to nobody, or clients would wait for its answer."""

@@ -340,12 +340,12 @@ class Tiering:
             self._go_on(search)
             return
         lookup.search = None
+        self._lease_state(lookup)
+
+    def _lease_state(self, lookup: Lookup, *, may_search: bool = True) -> None:
+        """Lease the deepest state along what is held of its prefix, unless a deeper one may be in the shared tier."""
         held = self.index.held_prefix(lookup.session.namespace, lookup.keys, lookup.digests)
         self._lookups.prefix_found(lookup, len(held))
-        self._lease_state(lookup, held)
-
-    def _lease_state(self, lookup: Lookup, held: list[Entry], *, may_search: bool = True) -> None:
-        """Lease the deepest state along what is held of its prefix, unless a deeper one may be in the shared tier."""
         longest = max(0, min(len(held), self._lookups.most_chunks(lookup)))
         boundary, state = 0, list[Entry]()
         for depth in range(longest, lookup.start, -1):
@@ -380,9 +380,7 @@ class Tiering:
                     searches.found(record.key)
                     self._tiers.sources[searches.tier].found(entry)
                 self.index.remove_if_gone(entry)
-        held = self.index.held_prefix(lookup.session.namespace, lookup.keys, lookup.digests)
-        self._lookups.prefix_found(lookup, len(held))
-        self._lease_state(lookup, held, may_search=False)
+        self._lease_state(lookup, may_search=False)
 
     def _promote(self, lookup: Lookup, held: list[Entry]) -> None:
         """Start reading what the lookup leased of the prefix that is held."""

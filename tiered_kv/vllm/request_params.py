@@ -86,6 +86,11 @@ class RequestParams:
     prefetches: bytes = b""
     peer: str = ""
 
+    @property
+    def session_hints(self) -> tuple[str, ...]:
+        """Hints of the session that follow the request (``protocol.Hint``)."""
+        return ("demote",) * self.demotes + ("release",) * self.releases
+
     def saves_generated(self, setting: bool) -> bool:
         """Whether generated tokens of the request are stored, where the engine's setting is ``setting``."""
         return setting if self.saves_decode is None else self.saves_decode

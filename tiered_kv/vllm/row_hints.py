@@ -96,9 +96,8 @@ class RowHints:
 
     def _end_session(self, params: RequestParams) -> None:
         """After its state: what else the request says of its session."""
-        for action, is_meant in (("demote", params.demotes), ("release", params.releases)):
-            if is_meant:
-                self._note(self._jobs.client.hint(action, params.session, params.tag))
+        for action in params.session_hints:
+            self._note(self._jobs.client.hint(action, params.session, params.tag))
 
     def _note(self, is_sent: bool) -> None:
         self.outcomes.append(SENT if is_sent else DROPPED)

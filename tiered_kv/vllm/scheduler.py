@@ -577,11 +577,8 @@ class SchedulerSide:
         keys = None if state.is_from_before_reset else self._lookups.keys(state)
         if keys is not None:
             self._lookups.update_held(state)
-        actions = [
-            action for action, is_meant in (("demote", params.demotes), ("release", params.releases)) if is_meant
-        ]
         names = keys.keys if keys is not None else []
-        self._pins.want_state(names, state.held, SessionEnd(params.session, params.tag, tuple(actions)))
+        self._pins.want_state(names, state.held, SessionEnd(params.session, params.tag, params.session_hints))
 
     def _pin_prompt(self, state: RequestState, ttl_s: float) -> None:
         """Pin the prompt's chunks once they are stored; with a time of 0 they are only written at once."""
