@@ -79,7 +79,7 @@ class AdmitNothing:
 
 
 ADMISSION_POLICIES: dict[str, type[AdmissionPolicy]] = {ALL: AdmitAll, SECOND_TOUCH: SecondTouch}
-"""Policies by the names of the setting ``admission``."""
+"""Policies by the names of the settings ``disk_admission`` and ``storage_admission``."""
 
 
 def policy_class(name: str) -> type[AdmissionPolicy]:

@@ -72,9 +72,7 @@ class HostTier:
         self._lessees: dict[bytes, dict[int, int]] = {}  # leases of each session, for whose first the chunk counts
         self.ready_count = 0
         self.sealing_count = 0
-        self._orders: dict[
-            tuple[int, bool], EvictionOrder
-        ] = {}  # idle chunks by slot size and whether they are unwritten
+        self._orders: dict[tuple[int, bool], EvictionOrder] = {}  # idle chunks, by slot size and ``is_unwritten``
         self._idle_in_slab: Counter[int] = Counter()
         self._users: Counter[int] = Counter()  # open sessions by slot size
         self._drains: dict[int, int] = {}  # slab being drained, by the slot size that waits for its memory

@@ -84,7 +84,7 @@ class Breaker:
                 self._open(reason)
 
     def trip(self, reason: str) -> None:
-        """Open at once: the self-test at start failed."""
+        """Open at once: the self-test at start failed, or an operation does not end."""
         with self._lock:
             if not self.is_open:
                 self._open(reason)
