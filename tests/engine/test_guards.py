@@ -50,13 +50,14 @@ def test_hits_end_while_the_tier_is_down_and_come_back_without_a_restart(guarded
         assert world.loaded(guarded.session, PREFIX) == 0
     assert guarded.breaker.state is BreakerState.OPEN
     before = guarded.faulty.operation_count
+    assert not world.engine.read_bytes_per_s(1), "nothing is expected of it"
     assert world.loaded(guarded.session, PREFIX) == 0
     assert guarded.faulty.operation_count == before, "a request paid for a tier that is down"
     guarded.pass_time()
     assert guarded.breaker.is_open and guarded.faulty.operation_count > before
     guarded.fault = None
     guarded.pass_time()
-    assert not guarded.breaker.is_open
+    assert not guarded.breaker.is_open and world.engine.read_bytes_per_s(1), "the trial measured it anew"
     assert world.loaded(guarded.session, PREFIX) == 3
 
 
@@ -134,3 +135,45 @@ def test_a_local_tier_that_hangs_is_left_alone_until_it_answers():
     world.store(session, (5, 5))
     assert world.loaded(session, (5, 5)) == 2
     world.close()
+
+
+def test_what_still_hangs_when_its_tier_answers_again_does_not_take_it_out_once_more():
+    """Its thread comes back when the medium lets it, which may be never."""
+    faulty = FaultyTier(MemoryTier(), lambda _number: None)
+    world = EngineWorld(faulty, recorder=Recorder())
+    session = world.open()
+    world.settle()
+    world.store(session, PREFIX)
+    for number in range(40):
+        world.store(session, (1000 + number,))
+    states = []
+
+    def hang(operation, _name):
+        if operation == "get" and not states:
+            world.clock.advance(STALL_S + 1)
+            world.step()
+            states.append(world.opened[0].breaker.is_open)
+            world.clock.advance(OPEN_LAST_S)
+            world.settle()  # a trial, in another thread
+            states.append(world.opened[0].breaker.is_open)
+            world.clock.advance(STALL_S + 1)
+            world.settle()
+            states.append(world.opened[0].breaker.is_open)
+
+    faulty._hook = hang
+    world.loaded(session, PREFIX)
+    assert states == [True, False, False]
+    world.close()
+
+
+def test_a_trial_that_has_ended_wakes_the_owner(guarded, monkeypatch):
+    """Nothing else may happen for a long time: the tier would stay out until then."""
+    woken = []
+    guarded.breaker.trip("down")
+    guarded.world.clock.advance(OPEN_LAST_S)
+    guarded.world.step()
+    monkeypatch.setattr(guarded.world.executor, "notify", lambda: woken.append(len(guarded.world.engine.guards._ended)))
+    guarded.world.executor.step()
+    assert woken[-1] == 1
+    guarded.world.settle()
+    assert not guarded.breaker.is_open

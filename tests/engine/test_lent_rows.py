@@ -7,6 +7,9 @@ import mmap
 import os
 import resource
 import select
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +18,7 @@ from pathlib import Path as FilePath
 import pytest
 
 from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, SPACES, EngineWorld, Path, payload_of
+from tests.kit.module_process import module_environment
 from tests.kit.server.probe import wait_for
 from tests.kit.storage.disk_probe import blob_files, blob_path, open_disk, temp_files
 from tiered_kv.engine import lent_rows
@@ -236,6 +240,17 @@ def test_rows_of_a_prefix_are_written_beside_each_other_and_appear_one_behind_th
 
 
 @pytest.mark.usefixtures("three_at_once")
+def test_a_row_that_waits_for_the_one_before_it_is_told_when_that_is_there(
+    world: RowWorld, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not find out by looking now and then: a prompt has hundreds."""
+    monkeypatch.setattr("tiered_kv.engine.row_writes.LOOK_S", 10 * DEADLINE_S)
+    uses = written_and_waiting(world, tmp_path)
+    world.disk.go_on.set()
+    assert world.until(*uses) == ["good"] * 4
+
+
+@pytest.mark.usefixtures("three_at_once")
 def test_a_row_that_was_written_beside_one_that_failed_is_not_there(world: RowWorld, tmp_path: FilePath) -> None:
     uses = written_and_waiting(world, tmp_path)
     world.disk.fails = True
@@ -335,6 +350,19 @@ def test_a_row_that_was_taken_back_is_never_written_however_late_the_read(world:
         assert world.row(row) == b"\x55" * ROW_BYTES, "a read came late"
     assert world.tiering.counters["read_failed_corrupt"] == 0
     assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+
+
+def test_rows_that_are_taken_back_before_they_are_read_say_nothing_of_the_disks_speed(world: RowWorld) -> None:
+    """An engine that ends would have all others take the disk for one that gives nothing."""
+    world.until(*world.store(*place(*PREFIX)))
+    world.until(*world.load(*place(*PREFIX, first=10)))
+    measured = world.engine.read_bytes_per_s(1)
+    assert measured
+    world.engine.end_rows(world.session, world.load(*place(*PREFIX, first=10)))
+    world.step()
+    while world.engine.jobs(1)["get"]:
+        world.step()
+    assert world.engine.read_bytes_per_s(1) == measured
 
 
 @contextmanager
@@ -620,6 +648,97 @@ def test_rows_stay_mapped_between_uses() -> None:
     lent.close()
     lent.close()
     os.close(watched)
+
+
+@contextmanager
+def region(rows: int = 4, row_bytes: int = ROW_BYTES) -> Iterator[tuple[LentRows, str]]:
+    """A region, and the name that its rows are mapped by."""
+    name = f"rows-{os.urandom(4).hex()}"
+    fd = os.memfd_create(name)
+    os.ftruncate(fd, rows * row_bytes)
+    watched, lifeline = os.pipe()
+    lent = LentRows(fd, lifeline, rows, row_bytes)
+    try:
+        yield lent, name
+    finally:
+        lent.close()
+        os.close(watched)
+
+
+def test_a_row_that_two_uses_have_mapped_at_once_stays_mapped_once() -> None:
+    """As where it is lent anew while an earlier write of it hangs, whose mapping is not replaced."""
+    with region() as (lent, name):
+        for turn in range(4):
+            uses = [RowUse(1, 2 * turn + n, 0) for n in range(2)]
+            for use in uses:
+                lent.begin(use)
+            with lent.mapped(uses[0], HEADER_BYTES, is_read=False), lent.mapped(uses[1], HEADER_BYTES, is_read=True):
+                assert mapped_rows(name) == 2
+        assert mapped_rows(name) == 1
+
+
+def test_the_end_of_a_loan_is_seen_behind_the_end_of_its_uses_and_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, close, left = os.listdir("/proc/self/fd"), os.close, list[int]()
+    with region() as (lent, name):
+        late = [RowUse(1, number, number) for number in range(2)]
+        for use in late:
+            lent.begin(use)
+        with lent.mapped(late[0], HEADER_BYTES, is_read=True) as blob:
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "close", lambda fd: left.append(mapped_rows(name)) or close(fd))
+                lent.close()
+            assert left[0] == 0, "the engine was told while its row could be written"
+            blob[:] = b"\x77" * len(blob)
+        for use in late:
+            with pytest.raises(RowGone), lent.mapped(use, HEADER_BYTES, is_read=True):
+                pass
+        assert mapped_rows(name) == 0
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_row_that_could_not_be_mapped_takes_no_addresses() -> None:
+    """It is tried for each row that is stored or read, and a process has so many mappings."""
+    row_bytes = 1 << 36  # none of it is memory: not even the file has a page
+    fd = os.memfd_create("rows")
+    os.ftruncate(fd, row_bytes)
+    before = virtual_bytes()
+    for _ in range(4):
+        watched, lifeline = os.pipe()
+        with pytest.raises(ConfigError, match="cannot map an engine's row"):
+            LentRows(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC), lifeline, 1, row_bytes)
+        os.close(watched)
+    assert virtual_bytes() < before + row_bytes
+    os.close(fd)
+
+
+def virtual_bytes() -> int:
+    return int(FilePath("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+UNREVOKED = """
+import os, resource
+from tiered_kv.engine.lent_rows import LentRows
+from tiered_kv.tiering.types import RowUse
+
+fd = os.memfd_create("rows")
+os.ftruncate(fd, 4096)
+lent, use = LentRows(fd, os.pipe()[1], 1, 4096), RowUse(1, 1, 0)
+lent.begin(use)
+with lent.mapped(use, 4096, is_read=True) as blob:
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, -1))  # less than it has: nothing can be mapped any more
+    lent.end([1])
+    print("the row is the engine's, and is mapped still", flush=True)
+"""
+
+
+def test_a_server_that_cannot_let_go_of_a_row_ends() -> None:
+    """Its end lets go of all of them; the engine would use the row while a read still fills it."""
+    command = [sys.executable, "-c", UNREVOKED]
+    done = subprocess.run(command, env=module_environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    assert "cannot be unmapped: the server ends" in done.stderr
 
 
 def mapped_rows(name: str) -> int:
