@@ -4,21 +4,24 @@ Owns how adlfs is asked: it finds the account and the credentials, and what it m
 asked for the rest. Called by ``store.py`` only.
 
 What is not obvious, read in adlfs 2026.8: its ``info`` lists where a blob is missing, its ``ls`` has no pages. Azure's
-client waits 15 s before it tries again, longer than a call may take.
+client waits 15 s before it tries again, longer than a call may take, and has all calls wait for one another while one
+of them asks for a token.
 """
 
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import is_missing, status_of
 from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_size
 from tiered_kv.tiers.object.renewal import Renewal, identifying
+
+T = TypeVar("T")
 
 PARTS_AT_ONCE: Final = 4
 """Azure's client reads what is larger than 32 MiB, and writes what is larger than 64 MiB, in parts of 4 MiB."""
@@ -66,6 +69,8 @@ class _SeldomTokens:
         """What Azure's client asks for.
 
         Raises:
+            _TokenToCome: There is none yet. Waited for here, the time of all other calls would pass behind a lock of
+                that client's, and what they had left at their turn would be too little to say why.
             NoIdentity: There is none.
         """
 
@@ -74,10 +79,40 @@ class _SeldomTokens:
 
         asked = options or {}
         renewal = Renewal(ask, _expires_within)
-        if not asked.get("claims"):  # which answer one refusal, and are not asked for again
-            renewal = self._renewals.setdefault((scopes, *sorted(asked.items())), renewal)
-        async with identifying():
-            return await renewal.current()
+        if asked.get("claims"):  # which answer one refusal, and are not asked for again
+            async with identifying():
+                return await renewal.current()
+        renewal = self._renewals.setdefault((scopes, *sorted(asked.items())), renewal)
+        if not renewal.is_at_hand():
+            raise _TokenToCome(renewal)
+        return await renewal.current()
+
+
+class _TokenToCome(Exception):
+    """A request was not sent, or was refused, and a token for it is being asked for."""
+
+    def __init__(self, renewal: Renewal[Any]) -> None:
+        super().__init__()
+        self.renewal = renewal
+
+
+async def _ask(ask: Callable[[], Awaitable[T]]) -> T:
+    """Send a request, as :func:`twice` does, with a token that is waited for before.
+
+    Raises:
+        NoIdentity: None came.
+    """
+
+    async def ask_with_token() -> T:
+        while True:
+            try:
+                return await ask()
+            except _TokenToCome as exc:
+                renewal = exc.renewal
+            async with identifying():
+                await renewal.current()
+
+    return await twice(ask_with_token)
 
 
 def _expires_within(token: Any, seconds: float) -> bool:
@@ -96,7 +131,7 @@ class AzureMedium(Medium):
         self._prefix = f"{prefix}/" if prefix else ""
 
     def get(self, path: str, length: int | None, size_max: int | None) -> bytes:
-        return self._client.run(lambda filesystem: twice(lambda: self._get(filesystem, path, length, size_max)))
+        return self._client.run(lambda filesystem: _ask(lambda: self._get(filesystem, path, length, size_max)))
 
     async def _get(self, filesystem: Any, path: str, length: int | None, size_max: int | None) -> bytes:
         limits = {} if length is None else {"offset": 0, "length": length}
@@ -114,7 +149,7 @@ class AzureMedium(Medium):
 
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
         whole = bytes(data)  # a request that was given up may still send it
-        self._client.run(lambda filesystem: twice(lambda: self._put(filesystem, path, whole, only_if_absent)))
+        self._client.run(lambda filesystem: _ask(lambda: self._put(filesystem, path, whole, only_if_absent)))
 
     async def _put(self, filesystem: Any, path: str, data: bytes, only_if_absent: bool) -> None:
         await self._container(filesystem).upload_blob(
@@ -127,14 +162,14 @@ class AzureMedium(Medium):
         )
 
     def head(self, path: str) -> ObjectInfo:
-        return self._client.run(lambda filesystem: twice(lambda: self._head(filesystem, path)))
+        return self._client.run(lambda filesystem: _ask(lambda: self._head(filesystem, path)))
 
     async def _head(self, filesystem: Any, path: str) -> ObjectInfo:
         blob = self._container(filesystem).get_blob_client(self._prefix + path)
         return _info(path, await blob.get_blob_properties(**ONCE))
 
     def page(self, prefix: str, cursor: object | None) -> ListPage:
-        return self._client.run(lambda filesystem: twice(lambda: self._page(filesystem, prefix, cursor)))
+        return self._client.run(lambda filesystem: _ask(lambda: self._page(filesystem, prefix, cursor)))
 
     async def _page(self, filesystem: Any, prefix: str, cursor: object | None) -> ListPage:
         listed = self._container(filesystem).list_blobs(
@@ -153,7 +188,7 @@ class AzureMedium(Medium):
         container = self._container(filesystem)
 
         def delete_one(path: str) -> Any:
-            return twice(lambda: container.delete_blob(self._prefix + path, **ONCE))
+            return _ask(lambda: container.delete_blob(self._prefix + path, **ONCE))
 
         await all_of([delete_one(path) for path in paths], is_missing)
 

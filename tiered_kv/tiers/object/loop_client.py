@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
-from tiered_kv.tiers.object.errors import NoClientYet, TakenUnsure, is_passing, is_taken
+from tiered_kv.tiers.object.errors import NoClientYet, NoIdentity, TakenUnsure, is_passing, is_taken
 from tiered_kv.tiers.object.medium import CallRunner, Deadline
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class LoopClient:
         """Run what ``work`` makes of the client on the client's loop.
 
         Raises:
-            TimeoutError: It was not done in time, and is cancelled.
+            TimeoutError, NoIdentity: It was not done in time, and is cancelled.
         """
         deadline = Deadline(self._timeout_s)
         client = self._open(deadline)
@@ -84,12 +84,27 @@ class LoopClient:
         self._client = client
 
 
-_deadline: ContextVar[Deadline] = ContextVar("deadline of a call on the loop")
+class LoopCall:
+    """A call while its coroutines run on the loop.
+
+    Attributes:
+        unidentified: Of these coroutines, those that do not know yet as whom the store is to be asked.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._deadline = Deadline(timeout_s)
+        self.unidentified = 0
+
+    def left_s(self) -> float:
+        return self._deadline.left_s()
 
 
-def call_left_s() -> float:
-    """Time that is left of the call for which this coroutine runs on the loop."""
-    return _deadline.get().left_s()
+_call: ContextVar[LoopCall] = ContextVar("a call on the loop")
+
+
+def this_call() -> LoopCall:
+    """The call for which this coroutine runs on the loop."""
+    return _call.get()
 
 
 def run_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
@@ -97,14 +112,22 @@ def run_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, 
 
     Raises:
         TimeoutError: It was not done in time.
+        NoIdentity: The same, and until then nobody had said as whom the store is to be asked.
     """
-    call = _deadline.set(Deadline(timeout_s))
+    call = LoopCall(timeout_s)
+    before = _call.set(call)
     try:
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)  # which takes this thread's context along
     finally:
-        _deadline.reset(call)
+        _call.reset(before)
     try:
         return future.result(timeout_s)
+    except TimeoutError as exc:
+        if not future.cancel():
+            return future.result()  # it came at this very moment, or the error is the coroutine's own
+        if call.unidentified:
+            raise NoIdentity(exc) from exc
+        raise
     except BaseException:
         future.cancel()
         raise

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
 from tiered_kv.tiers.object.errors import NoIdentity, explain
-from tiered_kv.tiers.object.loop_client import call_left_s
+from tiered_kv.tiers.object.loop_client import this_call
 from tiered_kv.tiers.object.medium import Deadline
 
 logger = logging.getLogger(__name__)
@@ -57,17 +57,22 @@ class Renewal(Generic[T]):
         self._waiting = 0
         self._has_told = False
 
+    def is_at_hand(self) -> bool:
+        """Whether :meth:`current` waits for nothing; else others have been asked for."""
+        if self._kept is not None and self._kept[1].left_s() > 0 and (self._was_over or self._is_in_force()):
+            return True
+        if self._running is None:
+            self._running = asyncio.create_task(self._renew())
+        return self._is_in_force()
+
     async def current(self) -> T:
         """What is in force.
 
         Raises:
             NoIdentity: Nothing is, and others cannot be had; its reason says why.
         """
-        if self._kept is not None and self._kept[1].left_s() > 0 and (self._was_over or self._is_in_force()):
-            return self._kept[0]
-        if self._running is None:
-            self._running = asyncio.create_task(self._renew())
-        if not self._is_in_force():
+        if not self.is_at_hand():
+            assert self._running is not None
             await self._wait(self._running)
         assert self._kept is not None, "renewed, or it would have raised"
         return self._kept[0]
@@ -131,9 +136,12 @@ async def identifying() -> AsyncIterator[None]:
     Raises:
         NoIdentity: That failed or took too long, whatever it was, so the store is not asked.
     """
+    call = this_call()
+    call.unidentified += 1  # until that is known: where it fails, also if the call's time ends before it is told
     try:
-        async with asyncio.timeout(call_left_s() * WAIT_SHARE):
+        async with asyncio.timeout(call.left_s() * WAIT_SHARE):
             yield
+        call.unidentified -= 1
     except NoIdentity:
         raise
     except Exception as exc:  # of files, of programs, of services that give credentials, or of settings
