@@ -13,7 +13,7 @@ import pytest
 
 from tests.kit.server.clients import SmallEngine, poll_until, settings
 from tests.kit.server.probe import server_pid, wait_ended
-from tests.kit.server.processes import start_serve
+from tests.kit.server.processes import freeze, start_serve
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import directory_tier
 from tiered_kv import __version__
@@ -90,7 +90,7 @@ def test_serve_writes_what_was_committed_before_the_signal(serve: Serve, root: P
     process, _ = serve(f"file://{root}", *LIMITS)
     one = SmallEngine.start(settings(root))
     poll_until(one.client, lambda: one.client.credit_count >= 20, "credits")
-    process.send_signal(signal.SIGSTOP)
+    freeze(process.pid)
     one.store(20)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)

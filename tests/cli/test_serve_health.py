@@ -1,8 +1,6 @@
 """`tiered-kv serve` for whoever starts and stops it: health, readiness, the end by SIGTERM, logs for machines."""
 
 import json
-import os
-import signal
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +14,7 @@ from tests.kit.s3 import S3
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.object_nodes import s3_place, wait_uploaded
 from tests.kit.server.probe import figures, wait_for
+from tests.kit.server.processes import frozen
 
 LIMITS = ("--host-bytes", "8MiB", "--disk-bytes", "160MiB")
 
@@ -61,10 +60,9 @@ def test_readiness_turns_red_and_green_as_the_bucket_does(serve, s3: S3, root: P
 def test_a_server_that_stands_still_is_not_ready_and_goes_on_when_it_is_let_go(serve, root: Path) -> None:
     process, line = serve(f"file://{root}", *LIMITS, "--metrics-port", 0)
     assert ask(line, "/readyz") == (200, "ready\n")
-    os.kill(process.pid, signal.SIGSTOP)  # its port stands still with it: a probe fails by its own time limit
-    with pytest.raises((TimeoutError, urllib.error.URLError)):
-        urllib.request.urlopen(line.rstrip("\n").partition(" metrics=")[2].replace("metrics", "readyz"), timeout=0.5)
-    os.kill(process.pid, signal.SIGCONT)
+    url = line.rstrip("\n").partition(" metrics=")[2].replace("metrics", "readyz")
+    with frozen(process.pid), pytest.raises((TimeoutError, urllib.error.URLError)):
+        urllib.request.urlopen(url, timeout=0.5)  # its port stands still with it: a probe fails by its own time limit
     wait_for(lambda: ask(line, "/readyz") == (200, "ready\n"), "it to go on")
 
 

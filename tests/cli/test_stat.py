@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from tests.kit.server.probe import (
     wait_for,
     wait_written,
 )
+from tests.kit.server.processes import frozen
 from tests.kit.storage.stored_prompts import CHUNK as STOCK_CHUNK
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import run
@@ -52,13 +52,10 @@ def test_a_server_that_stands_still_is_not_said_to_be_gone(engine: SmallEngine, 
     del engine
     pid, address = server_pid(root), socket_of(root)
     with ServerLink.of_socket(address, timeout_s=0.5) as link:
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with frozen(pid):
             for ask in (link.stat, lambda: ServerLink.of_socket(address, timeout_s=0.5)):
                 with pytest.raises(TierUnavailable, match=r"does not answer: it hangs, was stopped, .*waited_s=0\.5"):
                     ask()
-        finally:
-            os.kill(pid, signal.SIGCONT)
 
 
 def hits(found: ServerFigures) -> dict[str, int]:

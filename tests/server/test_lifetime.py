@@ -357,7 +357,7 @@ def test_a_scheduler_whose_workers_joined_a_server_that_died_goes_on_to_the_next
     client = SchedulerClient(config, "e", 1)
     poll_until(client, lambda: client.generation == 1, "the next generation")
     worker.leave()
-    worker = WorkerClient(config, "e", 1, worker_part())
+    worker = WorkerClient(settings(root), "e", 1, worker_part())
     poll_until(client, lambda: client.is_ready, "the session")
     client.close()
     worker.leave()

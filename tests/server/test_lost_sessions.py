@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import operator
 import os
 import resource
 import signal
@@ -14,7 +15,7 @@ from tests.kit.counts import count
 from tests.kit.faults.syscalls import SyscallFaults
 from tests.kit.server.clients import SmallEngine, payload_bytes, poll_until, settings, worker_part
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
-from tests.kit.server.processes import WorkerProcess, descriptors, is_alive, kill_server, order, threads
+from tests.kit.server.processes import WorkerProcess, descriptors, freeze, is_alive, kill_server, order, threads
 from tiered_kv.errors import ProtocolError, TierUnavailable
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.server import protocol as m
@@ -214,7 +215,7 @@ def stopped(engine: EngineStarter, root: Path) -> SmallEngine:
     one.store(4)
     one.wait_hits(4)
     wait_written(root)
-    os.kill(server_pid(root), signal.SIGSTOP)
+    freeze(server_pid(root))
     return one
 
 
@@ -357,10 +358,10 @@ def test_reconnects_leak_neither_threads_nor_descriptors(engine: EngineStarter, 
         return (descriptors(os.getpid()), threads(os.getpid()), descriptors(server), threads(server))
 
     reconnect()
-    before = held()
+    before = held()  # and what the first session leaves, which may still be on its way out
     for _ in range(count("RECONNECTS", 50)):
         reconnect()
-    wait_for(lambda: held() == before, "descriptors and threads to be as before")
+    wait_for(lambda: all(map(operator.le, held(), before)), "no more descriptors and threads than before")
 
 
 def test_an_arena_whose_lock_cannot_be_asked_counts_as_mapped(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from tests.kit.server.clients import BLOCK, content, hello, refusal, tell
 from tests.kit.server.machines import calls, door_pid, evict, fleet_key, listening, machine, tier, url_of
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
-from tests.kit.server.processes import stopped_server
+from tests.kit.server.processes import freeze, frozen, stopped_server
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.chunks.header import check_blob
 from tiered_kv.errors import TierBusy, TierUnavailable
@@ -303,12 +303,9 @@ def test_a_slow_reader_loses_its_chunk_and_gets_no_byte_of_another(hasty, key_fi
 def test_a_door_that_stands_still_keeps_no_memory_and_sends_nothing_of_it_later(hasty, key_file):
     door = door_pid(hasty.root)
     with reader(hasty, key_file) as slow:
-        os.kill(door, signal.SIGSTOP)
-        try:
+        with frozen(door):
             wait_for(lambda: lent_bytes(hasty) == 0, "the loan's end")
             push_out(hasty)
-        finally:
-            os.kill(door, signal.SIGCONT)
         assert not slow.take(slow.size_bytes)
         assert_is_a_part(hasty, slow.body)
     assert door_pid(hasty.root) == door
@@ -337,7 +334,7 @@ def test_a_door_ends_with_a_server_that_is_killed(big, key_file, is_frozen):
     door = door_pid(big.root)
     with reader(big, key_file) as slow:
         if is_frozen:
-            os.kill(door, signal.SIGSTOP)
+            freeze(door)
         os.kill(server_pid(big.root), signal.SIGKILL)
         wait_for(lambda: not Path(f"/proc/{door}").exists(), "the door's end")
         assert not slow.take(slow.size_bytes)

@@ -16,6 +16,7 @@ from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.machines import calls, door_pid, evict, fleet_key, machine, tier
 from tests.kit.server.object_nodes import blob_paths, s3_place
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
+from tests.kit.server.processes import frozen, strike
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.recorder import Recorder
@@ -87,13 +88,9 @@ def test_the_peer_that_a_lookup_hints_at_is_asked_first(producer, tmp_path, key_
         store(producer)
         both = [f"https://127.0.0.1:{port}", producer.url]
         with machine(tmp_path / "b", peers=both, peer_key_file=str(key_file)) as consumer:
-            door = door_pid(empty.root)
-            os.kill(door, signal.SIGSTOP)
-            try:
+            with frozen(door_pid(empty.root)):
                 assert consumer.hits(CHUNKS, hint=producer.url) == CHUNKS
                 assert calls(consumer.root, "unavailable", "contains") == 0
-            finally:
-                os.kill(door, signal.SIGCONT)
 
 
 def test_what_no_peer_has_is_a_miss_and_stored_here_alone(producer, consumer):
@@ -120,7 +117,7 @@ def test_a_machine_whose_peer_fails_goes_on_alone_and_comes_back_to_it(producer,
     store(producer, first_token=50_000)
     assert consumer.hits(CHUNKS) == CHUNKS
     door = door_pid(producer.root)
-    os.kill(door, signal_number)
+    strike(door, signal_number)
     try:
         if signal_number == signal.SIGSTOP:
             assert consumer.hits(CHUNKS, 50_000) == 0
@@ -270,7 +267,7 @@ def test_a_peer_that_fails_costs_no_chunk_that_the_bucket_has(sharing, signal_nu
     store(first, first_token=50_000)
     assert second.hits(CHUNKS) == CHUNKS
     door = door_pid(first.root)
-    os.kill(door, signal_number)
+    strike(door, signal_number)
     try:
         assert second.hits(CHUNKS, 50_000) == CHUNKS
         assert reads(second) == (CHUNKS, CHUNKS)

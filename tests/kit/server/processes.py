@@ -49,6 +49,14 @@ def freeze(pid: int) -> None:
     wait_for(lambda: _is_stopped(pid), f"the threads of {pid} to stop")
 
 
+def strike(pid: int, number: signal.Signals) -> None:
+    """Send a signal; one that stops a process has when this returns."""
+    if number is signal.SIGSTOP:
+        freeze(pid)
+    else:
+        os.kill(pid, number)
+
+
 def _is_stopped(pid: int) -> bool:
     try:
         stats = [(thread / "stat").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
@@ -58,14 +66,20 @@ def _is_stopped(pid: int) -> bool:
 
 
 @contextmanager
-def stopped_server(root: Path) -> Iterator[None]:
-    """The directory's server stands still, and goes on in the end."""
-    pid = server_pid(root)
+def frozen(pid: int) -> Iterator[None]:
+    """The process stands still, and goes on in the end."""
     try:
         freeze(pid)
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def stopped_server(root: Path) -> Iterator[None]:
+    """The directory's server stands still, and goes on in the end."""
+    with frozen(server_pid(root)):
+        yield
 
 
 def end_softly(pid: int) -> None:
