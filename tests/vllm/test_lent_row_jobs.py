@@ -184,6 +184,41 @@ def test_a_server_that_stands_still_with_rows_is_ended_and_no_row_is_touched_aft
     assert rows.load(keys, into=100) == [True] * 60
 
 
+def test_rows_of_a_session_that_was_lost_come_back_when_its_server_has_let_go_of_them_and_not_before(
+    start: Start,
+) -> None:
+    """It lives, and may be in the middle of a read; that this engine hears nothing from it any more ends no read."""
+    rows, keys = start(), prompt(14, 20)
+    fill(rows, 14)
+    rows.store(keys)
+    client = rows.jobs.client
+    with stopped_server(rows.root):
+        job = rows.begin(keys, [(index, 100 + index) for index in range(20)], is_load=True)
+        rows.jobs.poll()  # it is told
+        assert client._sock is not None
+        client._sock.shutdown(socket.SHUT_RDWR)
+        wait_for(lambda: rows.jobs.poll() or client.generation == 1, "the end of the session")
+        for _ in range(20):
+            assert not rows.jobs.take_done(), "vLLM would use the rows"
+    assert rows.end(job) == [[False] * 20]
+    rows.memory[100:] = 7
+    wait_for(lambda: rows.jobs.poll() or rows.jobs.uses.is_lent, "a new loan", deadline_s=60)
+    assert rows.memory[100:].min() == rows.memory[100:].max() == 7
+    assert rows.load(keys, into=100) == [True] * 20
+
+
+def test_uses_that_could_not_be_asked_for_take_nobodys_room(start: Start) -> None:
+    rows, keys = start(), prompt(15, 4)
+    names = rows.names(keys)
+    wait_written(rows.root)
+    with stopped_server(rows.root):
+        rows.jobs.client.reset()  # until it is done nothing is asked for
+        uses = rows.jobs.uses
+        assert not uses.load(1, [(0, 5, keys[0]), (1, 6, keys[1])], b"")
+        assert not uses.store(2, [(0, 7, names.record(0, bytes(16)))])
+        assert (uses.reading, len(uses._uses), len(uses._of_jobs), +uses._running) == (0, 0, 0, {})
+
+
 def test_rows_that_were_never_begun_come_back_from_a_server_that_goes_on_in_time(start: Start) -> None:
     rows, keys = start(), prompt(4, 20)
     fill(rows, 4)

@@ -7,7 +7,9 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -361,3 +363,82 @@ def test_what_was_copied_from_a_slot_whose_lease_ended_meanwhile_is_not_loaded(s
     finally:
         go_on.set()
     assert rows.end(job) == [[False] * 6]
+
+
+through_slots = pytest.mark.parametrize("start", ["own"], indirect=True)
+
+
+@through_slots
+def test_a_store_behind_one_that_was_given_up_ends_and_gives_its_slots_back(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can find what it stores; and vLLM keeps its rows for as long as it runs."""
+    rows, keys = start(), prompt(21, 6)
+    fill(rows, 21)
+    take_slot, copy = rows.jobs.client.take_slot, rows.jobs._arena.copy
+    with monkeypatch.context() as patched:
+        patched.setattr(rows.jobs.client, "take_slot", lambda: None)
+        jobs = [rows.begin(keys, [(index, index) for index in range(at, at + 2)], is_load=False) for at in (0, 2, 4)]
+        wait_for(lambda: rows.jobs.poll() or len(rows.jobs._waiting) == 6, "all to wait for slots")
+    first = rows.memory[0].ctypes.data
+
+    def failing(info: Any, slot: int, row: Any, *spans: Any, is_load: bool) -> bool:
+        return row.ctypes.data != first and copy(info, slot, row, *spans, is_load=is_load)
+
+    monkeypatch.setattr(rows.jobs._arena, "copy", failing)
+    assert rows.jobs.client.take_slot == take_slot
+    assert rows.end(*jobs) == [[False] * 2] * 3
+    assert not rows.jobs._storing
+    wait_for(lambda: rows.jobs.poll() or figures(rows.root)["hierarchy"]["reserved_slots"] == 0, "slots to come back")
+
+
+@through_slots
+def test_a_copy_is_made_in_its_own_sessions_arena_or_not_at_all(start: Start) -> None:
+    """Of another session the slot is somebody else's: nobody looks at the bytes of one that is sealed once more."""
+    rows = start()
+    client, arena = rows.jobs.client, rows.jobs._arena
+    wait_for(lambda: client.poll() or client.take_slot() is not None, "a slot")
+    (slot,), info = client._taken, client.info
+    assert info is not None
+    rows.memory[0], rows.memory[1] = 3, 5
+    assert arena.copy(info, slot, rows.memory[0], rows.jobs._whole, is_load=False)
+    another = replace(info, generation=info.generation + 1)
+    assert not arena.copy(another, slot, rows.memory[1], rows.jobs._whole, is_load=False)
+    assert not arena.copy(another, slot, rows.memory[1], rows.jobs._whole, is_load=True)
+    assert arena.copy(info, slot, rows.memory[2], rows.jobs._whole, is_load=True)
+    assert (rows.memory[1] == 5).all() and (rows.memory[2] == 3).all()
+    client.give_back([slot])
+
+
+@through_slots
+def test_an_arena_stays_mapped_while_something_copies_and_no_longer(start: Start) -> None:
+    rows = start()
+    client, arena = rows.jobs.client, rows.jobs._arena
+    wait_for(lambda: client.poll() or client.take_slot() is not None, "a slot")
+    (slot,), info = client._taken, client.info
+    assert info is not None
+    with pytest.raises(ValueError, match="broadcast"):
+        arena.copy(info, slot, rows.memory[0, :10], rows.jobs._whole, is_load=False)
+    is_in, go_on = threading.Event(), threading.Event()
+
+    class SlowRow:
+        def __getitem__(self, part: slice) -> Any:
+            is_in.set()
+            assert go_on.wait(30)
+            return rows.memory[0][part]
+
+    copied: list[bool] = []
+    copying = threading.Thread(
+        target=lambda: copied.append(arena.copy(info, slot, SlowRow(), rows.jobs._whole, is_load=False))
+    )
+    copying.start()
+    try:
+        assert is_in.wait(30)
+        arena.want(info.generation + 1)
+        assert arena.generation == info.generation, "what is copied to would be unmapped"
+    finally:
+        go_on.set()
+        copying.join()
+    assert copied == [True]
+    arena.want(info.generation + 1)
+    assert arena.generation == -1
