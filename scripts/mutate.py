@@ -84,6 +84,12 @@ SECTIONS = (
         environment={"TIERED_KV_EXAMPLES": "6", "TIERED_KV_SEEDS": "2"},
     ),
     Section(
+        "engine",
+        ("tiered_kv/engine/*.py",),
+        ("tests/engine",),
+        left_out=("tests/engine/test_cache_simulation.py",),
+    ),
+    Section(
         "vllm",
         ("tiered_kv/vllm/*.py", "tiered_kv/vllm/identity/*.py"),
         ("tests/vllm",),
