@@ -26,9 +26,8 @@ assert Path(tiered_kv.__file__).is_relative_to(sys.prefix), tiered_kv.__file__
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 model, cache = sys.argv[1:]
-transfer = KVTransferConfig(
-    kv_connector="TieredKVConnector", kv_role="kv_both", kv_connector_extra_config={"storage_uri": f"file://{cache}"}
-)
+settings = {"storage_uri": f"file://{cache}", "lookup_timeout_ms": 20_000, "promotion_wait_ms": 20_000}  # if it is busy
+transfer = KVTransferConfig(kv_connector="TieredKVConnector", kv_role="kv_both", kv_connector_extra_config=settings)
 llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, block_size=32, max_model_len=1024,
           dtype="float32", kv_transfer_config=transfer)
 prompt = {"prompt_token_ids": [7 + i % 900 for i in range(700)]}

@@ -21,6 +21,7 @@ from tests.kit.server.machines import door_pid, evict, fleet_key, listening
 from tests.kit.server.object_nodes import blob_paths, s3_place, wait_uploaded
 from tests.kit.server.operator_server import operator_server, transfer
 from tests.kit.server.probe import figures, wait_ended, wait_written
+from tests.kit.server.processes import strike
 from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine, settings
 from tests.kit.vllm.engine_process import IN_ONE_PROCESS, EngineProcess
 from tests.kit.vllm.harness import Answer, drain, generate, kv_fingerprint, random_prompt, running
@@ -210,7 +211,7 @@ def with_a_door_that(one: Path, other: Path, consumer: CachedEngine, gets: signa
     wait_written(other)  # what is being written is on its disk only after it was emptied
     for tier in ("host", "disk"):
         evict(other, tier)
-    os.kill(door_pid(one), gets)
+    strike(door_pid(one), gets)
     return consumer.ask(*PROMPTS)
 
 

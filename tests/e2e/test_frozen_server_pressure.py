@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kit.server.probe import server_pid
+from tests.kit.server.processes import freeze
 from tests.kit.vllm.cached_engine import assert_same, cached_engine
 from tests.kit.vllm.harness import Answer, drain, generate, random_prompt, running
 
@@ -81,8 +82,8 @@ def test_vllm_preempts_as_without_a_cache_while_its_server_stands_still(
         side = engine.scheduler_side
         pid = server_pid(engine.root)
         steps = Steps().watch(engine.scheduler)
-        os.kill(pid, signal.SIGSTOP)
         try:
+            freeze(pid)
             answers = generate(engine.llm, PROMPTS, max_tokens=MAX_TOKENS)
             assert side._client.is_ready, "the session ended: nothing was stored or put off"
             assert side._client.credit_count == 0, "there were slots for all: nothing had to wait"

@@ -17,6 +17,7 @@ import xxhash
 
 from tests.kit.counts import only_in_proofs
 from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.processes import freeze
 from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine, settings
 from tests.kit.vllm.engine_process import IN_ONE_PROCESS, EngineProcess
 from tests.kit.vllm.harness import (
@@ -56,7 +57,7 @@ class Neighbour(EngineProcess):
         super().__init__(model, settings(root, **LIMITS), log, environment=IN_ONE_PROCESS, max_num_seqs=1)
 
     def freeze(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def thaw(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

@@ -21,6 +21,7 @@ import pytest
 from tests.kit.counts import count, seed
 from tests.kit.faults.hostile_messages import INTEGERS
 from tests.kit.server.probe import server_pid, wait_for, wait_written
+from tests.kit.server.processes import freeze
 from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
 from tests.kit.vllm.harness import Answer, drain, generate, random_prompt, reset_gpu_cache
 from tiered_kv.errors import ProtocolError
@@ -138,8 +139,8 @@ def test_no_step_waits_for_a_server_that_stands_still(engine: CachedEngine) -> N
     counters = engine.scheduler_side.counters
     before, pid = counters["lookup_timeout"], server_pid(engine.root)
     reset_gpu_cache(engine.llm)
-    os.kill(pid, signal.SIGSTOP)
     try:
+        freeze(pid)
         with impatient(engine), no_waiting() as waits:
             frozen = generate(engine.llm, [*known, *prompts(200, 3)])
             assert engine.scheduler_side._client.is_ready, "the session ended: nothing was asked of the frozen server"

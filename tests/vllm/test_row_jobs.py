@@ -18,6 +18,7 @@ from tests.kit.counts import seed
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
 from tests.kit.server.processes import freeze, kill_server, stopped_server
 from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, WAIT_S, Rows, fill, prompt
+from tests.kit.vllm.row_patience import patient_rows
 from tiered_kv.server import protocol as m
 from tiered_kv.vllm import row_jobs
 from tiered_kv.vllm.row_jobs import PIECE_ROWS
@@ -149,7 +150,8 @@ def test_a_small_arena_carries_a_long_prompt(start: Start) -> None:
     rows, keys = start(host_bytes=8 * (ROW_BYTES + 4096)), prompt(8, 60)
     before = fill(rows, 8)
     assert rows.jobs.client.chunks_leased_max < 5
-    assert rows.store(keys) == [True] * 60
+    with patient_rows():  # a busy machine needs longer than one job may wait for slots
+        assert rows.store(keys) == [True] * 60
     rows.memory[:] = 0
     assert rows.load(keys, into=0) == [True] * 60
     assert np.array_equal(rows.memory[:60], before[:60])

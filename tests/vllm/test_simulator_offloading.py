@@ -19,11 +19,11 @@ from tests.kit.server.probe import wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.offloading_engine import extra_config, on_disk
+from tests.kit.vllm.row_patience import patient_rows
 from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens
 from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tests.sim.vllm.families import DRAFTS, FAMILIES, LAYER_OUTERMOST, ONLY_V2, Kind, mla
 from tiered_kv.errors import TieredKVError
-from tiered_kv.vllm import row_jobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -99,17 +99,16 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     # vLLM's offloading asks for one block more than it stores where a window ends with a block's first token.
     for family, kinds in FAMILIES.items():
         monkeypatch.setitem(FAMILIES, family, tuple(map(_with_whole_windows, kinds)))
-    for wait in ("SLOT_WAIT_S", "WRITE_WAIT_S", "WRITE_LAST_S"):  # a busy machine's server is late
-        monkeypatch.setattr(row_jobs, wait, 30.0)
     made: list[Engine] = []
 
     def make(family: str = "", **changes: Any) -> Engine:
         made.append(Engine(tmp_path / "cache", family, **changes))
         return made[-1]
 
-    yield make
-    for one in made:
-        one.engine.close()
+    with patient_rows():
+        yield make
+        for one in made:
+            one.engine.close()
     end_server(tmp_path / "cache")
 
 

@@ -48,6 +48,7 @@ class CephFS:
     def frozen(self) -> Iterator[None]:
         """No name can be looked up or made for the length of the block."""
         self._metadata_server.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._metadata_server.pid, os.WSTOPPED | os.WNOWAIT)  # else a thread may still answer
         try:
             yield
         finally:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.kit.server.probe import wait_for
 from tests.kit.vllm.harness import Answer, close_llm, generate, make_llm, reset_gpu_cache, zero_kv
+from tests.kit.vllm.row_patience import patient_rows
 
 MAX_TOKENS = 6
 ROW_TOKENS = 128
@@ -58,11 +59,12 @@ def offloading_engine(
     model: Path, place: dict[str, Any], rows: int = 256, options: dict[str, Any] | None = None, **more: Any
 ) -> Iterator[Any]:
     """An engine for the length of a ``with`` block; ``options`` are vLLM's."""
-    llm = make_llm(model, **offloading(place, rows, **more), **(options or {}))
-    try:
-        yield llm
-    finally:
-        close_llm(llm)
+    with patient_rows():
+        llm = make_llm(model, **offloading(place, rows, **more), **(options or {}))
+        try:
+            yield llm
+        finally:
+            close_llm(llm)
 
 
 def manager_of(llm: Any) -> Any:
