@@ -36,6 +36,9 @@ KINDS: Final = ("rows", "slots", "bucket", "groups")
 FIRST_WEIGHTS: Final = "w"
 TRUNKS, TRUNK_ROWS = 3, 14
 IDLE_S: Final = 0.0005
+DOWN_S: Final = 0.01
+"""A step takes longer while a server is started, or most of a history would run without one."""
+
 PATIENCE_S: Final = 30.0
 PATIENT_MS: Final = 5000
 AT_ONCE_MAX: Final = 6
@@ -150,7 +153,8 @@ class OffloadingHistory:
             self._thaw()
         for host in self._hosts:
             host.step()
-        time.sleep(IDLE_S)
+        is_up = all(host.is_served for host in self._hosts)
+        time.sleep(IDLE_S if is_up or self._thaw_at is not None else DOWN_S)
 
     def _maybe_send(self) -> None:
         host = self._source.choice(self._hosts)

@@ -285,6 +285,11 @@ class OffloadingHost:
         """Whether vLLM's busy loop would stop to step."""
         return not (self.asks or self._copies or self._over or self.manager.has_pending_work())
 
+    @property
+    def is_served(self) -> bool:
+        """Whether the tier has a session."""
+        return self.tier._jobs is not None and self.tier._jobs.is_ready
+
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -555,7 +560,7 @@ class OffloadingHost:
             assert right, f"another engine got wrong bytes. key={key.hex()}"
         self.counts["given"] += len(self.asking.got)
         self.asking.got = {}
-        if self.tier._jobs is not None and self.tier._jobs.is_ready:
+        if self.is_served:
             self.durable = self.weights
         for key, chunk in self.primary._policy.chunks.items():
             if chunk.is_ready:
