@@ -245,8 +245,10 @@ def test_of_a_name_server_that_hangs_the_deadline_is_kept(monkeypatch: pytest.Mo
     gate = threading.Event()
     store = open_impatient("http://no-such-host.invalid:80", timeout_s=0.6)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: gate.wait(30))
+    start = time.monotonic()
     with pytest.raises(TierUnavailable, match="did not answer in time"):
         read(store)
+    assert time.monotonic() - start < 5
     gate.set()
     store.close()
 
@@ -266,8 +268,10 @@ def test_a_server_that_drips_costs_the_deadline(part: str) -> None:
 
     with RawServer(drip) as server:
         store = open_impatient(server.url, timeout_s=1.5)
+        start = time.monotonic()
         with pytest.raises(TierUnavailable, match="did not answer in time"):
             read(store)
+        assert time.monotonic() - start < 4
         is_over.set()
         store.close()
     assert len(server.asked) == 1
@@ -281,8 +285,10 @@ def test_a_server_that_does_not_read_costs_the_deadline() -> None:
 
     with RawServer(ignore) as server:
         store = open_impatient(server.url, timeout_s=1.5)
+        start = time.monotonic()
         with pytest.raises(TierUnavailable, match="did not answer in time"):
             store.put("x", memoryview(bytes(64 << 20)))
+        assert time.monotonic() - start < 4
         is_over.set()
         store.close()
     assert len(server.asked) == 1
@@ -371,7 +377,7 @@ def test_clients_that_are_slow_to_be_made_cost_one_deadline(monkeypatch: pytest.
         await asyncio.sleep(60)
 
     monkeypatch.setattr(s3fs.S3FileSystem, "set_session", set_session)
-    store = open_store("http://127.0.0.1:1", timeout_s=3.0)
+    store = open_store("http://127.0.0.1:1", timeout_s=1.0)
     with store._using():
         pass
 
@@ -386,7 +392,7 @@ def test_clients_that_are_slow_to_be_made_cost_one_deadline(monkeypatch: pytest.
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert time.monotonic() - start < 9, "one after the other they take 15 s"
+    assert time.monotonic() - start < 3
     assert len(failures) == 5
     store.close()
 
@@ -571,8 +577,10 @@ def test_a_server_that_is_silent_over_tls_costs_the_deadline(certificate: tuple[
     with tls_server(certificate) as server:
         server._answer = lambda asked: asked.connection.sendall(BLOB[:70000]) or (is_over.wait(30) and None)
         store = open_impatient(server.url, timeout_s=1.5, verify=certificate[0])
+        start = time.monotonic()
         with pytest.raises(TierUnavailable, match="did not answer in time"):
             read(store)
+        assert time.monotonic() - start < 4
         is_over.set()
         store.close()
 
