@@ -116,11 +116,32 @@ def test_a_request_that_tries_again_does_so_for_all_its_groups_and_leaves_alone_
 
     assert believed(first, 50.0, math.inf) == [50.0, math.inf]
     engine.now_s += RETRY_S
-    assert believed(second, 0.0, math.inf) == [0.0, math.inf], "a part of it comes in time"
+    assert believed(second, 0.0) == [0.0], "all of it comes in time"
     assert believed(first) == []
     assert believed(first, 50.0, math.inf) == [None, None]
+    assert believed(first, 0.0, math.inf) == [0.0, None], "what is worth it is still"
     assert believed(second, math.inf) == [math.inf]
     assert believed(first, math.inf) == [None]
+
+
+def test_what_is_too_slow_behind_rows_that_are_not_is_tried_again_where_these_come_in_that_time() -> None:
+    from tiered_kv.vllm.offloading import TieredKVTier, _Request
+
+    engine = Engine()
+    tier = SimpleNamespace(waits=engine.waits)
+    row_s = ROW / PREFILL_TOKENS_PER_S_DEFAULT
+
+    def retries(*parts: tuple[int, float | None]) -> int:
+        found = 0
+        for _ in range(100):
+            engine.now_s += RETRY_S
+            believed = TieredKVTier._believed(tier, _Request(0, {}), parts, ROW)  # type: ignore[arg-type]
+            found += engine.waits.worth(believed, ROW) == parts[-1][0]
+        return found
+
+    assert retries((1, 0.0), (200, math.inf)) >= 99, "a common beginning in memory or on disk, the rest in a bucket"
+    assert retries((100, 5 * row_s), (200, math.inf)) == 100
+    assert retries((100, 40 * row_s), (200, math.inf)) == 0, "they would be lost: a retry waits 10 rows' time"
 
 
 def test_requests_that_are_over_are_forgotten() -> None:

@@ -547,14 +547,18 @@ class TieredKVTier(SecondaryTierManager):
     def _believed(
         self, request: _Request, parts: Sequence[tuple[int, float | None]], row_tokens: float
     ) -> Sequence[tuple[int, float | None]]:
-        """What is held and when it would be here; where all of it is too slow, now and then nobody knows when.
+        """What is held and when it would be here; of what is too slow, now and then nobody knows when.
 
-        For all of the request's groups of layers then: a hit needs rows of each.
+        For all of the request's groups of layers then: a hit needs rows of each. But not where what is worth it needs
+        longer than such a load is waited for: it would be computed although a read is faster.
         """
-        if not parts or self.waits.worth(parts, row_tokens):
+        if not parts or (worth := self.waits.worth(parts, row_tokens)) == parts[-1][0]:
+            return parts
+        worth_s = next((read_s for rows, read_s in parts if rows == worth and read_s is not None), 0.0)
+        if worth_s > self.waits.load_s(parts[-1][0] * row_tokens, is_measured=False):
             return parts
         request.is_retry = request.is_retry or self.waits.tries_again()
-        return [(rows, None) for rows, _ in parts] if request.is_retry else parts
+        return [(rows, None if rows > worth else read_s) for rows, read_s in parts] if request.is_retry else parts
 
     # -- layers that forget --------------------------------------------------------------------------------------------
 
