@@ -261,6 +261,20 @@ def test_what_holds_a_cache_deeper_in_it_is_no_place_of_one(tmp_path: Path, slip
     assert f"files of another cache lie in shared+file://{tmp_path}" in said and f"below {below[slip]}, of" in said
 
 
+def test_what_a_server_once_left_in_a_wrong_place_makes_no_cache_of_it(tmp_path: Path) -> None:
+    """It was started there before somebody saw the slip; or the medium's name is wrong."""
+    for made in (directory_tier(tmp_path / "disk"), Tier(f"shared+file://{tmp_path}/bucket/kv")):
+        Path(made.uri.partition("://")[2]).mkdir(parents=True, exist_ok=True)
+        with made.open() as storage:
+            ONE.store(storage, MINE, tag=TAG)
+    for slip, below in (("bucket", "kv"), ("disk", "blobs")):
+        left = tmp_path / slip / "_tiered_kv" / "epochs" / ("ab" * 16) / "7"
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.write_bytes(b"numbers below are retired\n")
+        said = complaint("evict", f"shared+file://{tmp_path}/{slip}", "--tag", TAG, "--expect-none", "--yes")
+        assert f"files of another cache lie in shared+file://{tmp_path}/{slip}, below {below}, of" in said
+
+
 def test_a_cache_deeper_in_another_is_not_looked_at_and_a_note_says_so(s3) -> None:
     """As of a team that has its own prefix in the bucket whose root is everybody's."""
     tier, proof = s3_tier(s3), ("--tag", TAG, "--expect-none")

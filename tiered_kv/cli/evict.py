@@ -287,15 +287,16 @@ def _look_for_origin(storage: Storage, content: Content, order: _Order) -> None:
 def _check_place(storage: Storage, content: Content, order: _Order) -> None:
     """Check that the place is that of a cache: behind a slip in its name nothing of any tag is found.
 
-    A cache that lies deeper in that of another is not looked at, and a note says so. Memory of a server that was named
-    is erased by now, and its directory is a cache's whatever lies in it.
+    A cache that lies deeper in that of another is not looked at, and a note says so; where one does, only chunks and
+    records make a cache of the place: other files a server may have left that was started there by the same slip.
+    Memory of a server that was named is erased by now, and its directory is a cache's whatever lies in it.
 
     Raises:
         ConfigError: It is none, or that of a cache of another medium.
     """
     from tiered_kv.ops.origins import HERE, caches_below  # noqa: PLC0415 - takes the headers' parser
 
-    is_cache = order.server is not None or content.blobs or content.records or content.own_bytes
+    is_cache = order.server is not None or content.blobs or content.records
     if below := caches_below(content.strays):
         text = (
             f"files of another cache lie in {storage.uri}, below {', '.join(below[:3])}"
@@ -304,7 +305,7 @@ def _check_place(storage: Storage, content: Content, order: _Order) -> None:
         if HERE in below or not is_cache:
             raise ConfigError(f"option --expect-none: {text}")
         _tell(content.notes, text)
-    elif not is_cache:
+    elif not (is_cache or content.own_bytes):
         raise ConfigError(
             f"option --expect-none: no file of a cache lies in {storage.uri}, which proves nothing: name the place "
             "where the cache is"
