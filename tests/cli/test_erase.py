@@ -507,7 +507,7 @@ def test_what_is_being_read_from_a_bucket_is_not_here_after_a_proof(s3: S3, tmp_
             keys = here.keys(2)
             lookup = here.client.lookup(keys.keys, keys.digests)
             assert lookup is not None
-            poll_until(here.client, lambda: proxy.count("GET", ".safetensors") == 2, "the reads")
+            poll_until(here.client, lambda: proxy.count("GET", ".safetensors") >= 2, "the reads")
             for root in (there.root, here.root):
                 run("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
             assert evict(place, "--tag", TAG, "--yes")["tiers"][0]["removed"] == 2
