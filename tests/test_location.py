@@ -64,6 +64,7 @@ def test_a_uri_names_a_place(uri, kind, scheme, path):
         ("s3://b?endpoint_url=host:9000", "expected http://host:port or https://host"),
         ("s3://b?endpoint_url=https://", "expected http://host:port or https://host"),
         ("s3://b?endpoint_url=https:///path", "expected http://host:port or https://host"),
+        ("s3://b?endpoint_url=http://:9000", "expected http://host:port or https://host"),
         (
             "s3://b?endpoint_url=http://me:hidden@host:1",
             "alone: what signs requests goes into",
@@ -187,6 +188,20 @@ def test_equal_places_have_equal_identities():
     other = parse_location("s3://b/p", {"endpoint_url": "http://h:1"})
     assert one.identity == other.identity != parse_location("s3://b/p").identity
     assert hash(one) == hash(Location("object", "s3", "b/p"))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "same"),
+    [
+        ("HTTP://Host:1/Path", "http://host:1/Path"),
+        ("https://[FD00::1]:9000", "https://[fd00::1]:9000"),
+        ("http://[FE80::1%25Port0]", "http://[fe80::1%25Port0]"),
+    ],
+)
+def test_an_endpoint_s_capitals_name_no_other_place(endpoint, same):
+    """But for those of a path, and of an interface's name."""
+    found = parse_location("s3://b/p", {"endpoint_url": endpoint})
+    assert found == parse_location("s3://b/p", {"endpoint_url": same}) and found.options["endpoint_url"] == same
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ POOL_NAME_MAX: Final = 128
 SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 """A scheme's name (RFC 3986, section 3.1)."""
 
-ENDPOINT: Final = re.compile(r"(?i:https?)://[^/@?#\s][^@?#\s]*")
+ENDPOINT: Final = re.compile(r"((?i:https?)://[^/:@?#\s][^/%@?#\s]*)([^@?#\s]*)")
 """Of our own option, without a user, a query or a space: clients send them along, or sign without them, and the store
-refuses that."""
+refuses that. First what its capitals mean nothing in; an IPv6 address may have an interface's name behind ``%``."""
 
 MEDIA_GROUP: Final = "tiered_kv.tiers"
 """Entry points of installed packages: a scheme, and the factory of its tier."""
@@ -328,11 +328,14 @@ def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
     if scheme in ("memory", "shared+file") and checked:
         raise ConfigError(f"setting storage_options: {scheme}:// takes none")
     endpoint = checked.get("endpoint_url")
-    if isinstance(endpoint, str) and not ENDPOINT.fullmatch(endpoint):
-        raise ConfigError(
-            "option endpoint_url of storage_uri: expected http://host:port or https://host, alone: what signs requests "
-            "goes into the options key and secret, or into the environment"
-        )
+    if isinstance(endpoint, str):
+        found = ENDPOINT.fullmatch(endpoint)
+        if not found:
+            raise ConfigError(
+                "option endpoint_url of storage_uri: expected http://host:port or https://host, alone: what signs "
+                "requests goes into the options key and secret, or into the environment"
+            )
+        checked["endpoint_url"] = found[1].lower() + found[2]  # one place has one name
     if scheme != "s3":
         _refuse_slips(scheme, checked)
         return checked
