@@ -7,7 +7,7 @@ import pytest
 from tests.kit.tiering.oracle import Blob
 from tests.kit.tiering.world import SMALL, Story, chunks_of
 from tiered_kv.tiering.index import BlobState
-from tiered_kv.tiering.types import Delete, Outcome, Read, Seal, Write
+from tiered_kv.tiering.types import Delete, Limits, Outcome, Read, Seal, Write
 
 PREFIX = (1, 2, 3)
 
@@ -72,6 +72,26 @@ def test_a_prefix_stored_while_its_bad_blobs_are_deleted_is_written_whole_whiche
     story.finish_all()
     assert [story.media[1].get(SMALL.key(path)) for path in chunks_of(PREFIX)] == [Blob.GOOD] * 3
     assert story.counted("write_dropped_no_parent") == 0
+
+
+@pytest.mark.parametrize("why", ["the queue is full", "the tier is out"])
+def test_a_prefix_whose_first_chunk_is_put_off_when_its_bad_blob_is_gone_is_put_off_behind_it(why):
+    """A full queue is full of the chunks behind it, but for the last three, which are put off before it."""
+    prompt = tuple(range(1, 11))
+    story = Story(found=[(1,)], limits=Limits(write_queue_share=0.15 if why == "the queue is full" else 0.5))
+    story.damage(1, SMALL.key((1,)), Blob.CORRUPT)
+    story.ask((1,))
+    story.end_every(Read)
+    story.commit_prefix(prompt)
+    story.end_every(Seal)
+    assert story.counted("write_deferred") == (3 if why == "the queue is full" else 0)
+    if why == "the tier is out":
+        story.tiering.set_readable(1, False)
+    story.end(Delete)
+    assert story.tiering.pending_writes == 10
+    story.tiering.set_readable(1, True)
+    story.finish_all()
+    assert all(map(story.is_below, chunks_of(prompt))) and story.counted("write_dropped_no_parent") == 0
 
 
 def test_a_corrupt_blob_that_cannot_be_deleted_is_never_held_nor_read_again():

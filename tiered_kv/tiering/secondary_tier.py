@@ -23,7 +23,7 @@ bytes are here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from tiered_kv.keys.chunk_record import ChunkRecord
@@ -390,27 +390,37 @@ class SecondaryTier:
             self._unqueue(entry, reason)
             self.drop_descendants(entry)
 
-    def _unqueue(self, entry: Entry, reason: str) -> None:
+    def _unqueue(self, entry: Entry, reason: str | None) -> None:
         self._tried_again.discard(entry)
         self._index.set_blob_state(entry, self.number, BlobState.ABSENT)
         self._leave_queue(entry)
-        self._counters[f"{self._source.drop_counter(entry)}_{reason}"] += 1
+        if reason is not None:
+            self._counters[f"{self._source.drop_counter(entry)}_{reason}"] += 1
         self._source.release(entry)
 
-    def drop_descendants(self, entry: Entry) -> list[Entry]:
-        """Give up the queued writes behind a chunk; returns them, parents first."""
+    def drop_descendants(self, entry: Entry, may_wait: Callable[[Entry], bool] | None = None) -> list[Entry]:
+        """Give up the queued writes behind a chunk.
+
+        Args:
+            may_wait: Whether the caller puts off a write, which is not given up then.
+
+        Returns:
+            What the caller is to put off, parents first.
+        """
         self._waiting.pop(entry, None)
-        dropped = []
+        put_off = []
         stack = list(entry.children) if entry.claimed_children[self.number] else []
         while stack:
             child = stack.pop()
             if child.blobs[self.number] is not BlobState.QUEUED:
                 continue
-            self._unqueue(child, "no_parent")
+            waits = may_wait is not None and may_wait(child)
+            self._unqueue(child, None if waits else "no_parent")
             self._waiting.pop(child, None)
-            dropped.append(child)
+            if waits:
+                put_off.append(child)
             stack.extend(child.children)
-        return dropped
+        return put_off
 
     # -- what others may have removed --------------------------------------------------------------------------
 

@@ -129,10 +129,8 @@ class WriteThrough:
 
     def put_back(self, entry: Entry) -> None:
         self.tier.release_bytes(entry, BlobState.ABSENT)
-        descendants = self.tier.drop_descendants(entry)
         self.release(entry)
-        for chunk in (entry, *descendants):
-            self._defer(chunk)
+        self._defer_prefix(entry)
 
     # -- writes ------------------------------------------------------------------------------------------------
 
@@ -230,11 +228,11 @@ class WriteThrough:
         is_first = entry.record.chunk_index == 0
         if not is_first and (parent is None or not tier.is_coming(parent)):
             if parent is not None and parent in self._deferred:
-                self._defer(entry)
+                self._defer_prefix(entry)
             else:
                 self._counters["write_dropped_no_parent"] += 1
         elif not tier.takes_writes or self.queued_bytes + entry.slot_bytes > self._queue_limit_bytes:
-            self._defer(entry)
+            self._defer_prefix(entry)
         else:
             self._enqueue(entry)
 
@@ -259,6 +257,15 @@ class WriteThrough:
         self._counters["write_deferred"] += 1
         self._deferred[entry] = None
         self._host.set_unwritten(entry, True)
+
+    def _defer_prefix(self, entry: Entry) -> None:
+        """Defer a chunk and, after it, the queued ones behind it: those waited until its bad blob was deleted.
+
+        One behind it that was deferred before is deferred anew when its turn comes (:meth:`_queue_or_defer`).
+        """
+        self._defer(entry)
+        for chunk in self.tier.drop_descendants(entry, lambda one: one not in self.rows):
+            self._defer(chunk)
 
     def _undefer(self, entry: Entry) -> None:
         del self._deferred[entry]
