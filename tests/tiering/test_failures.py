@@ -7,7 +7,7 @@ import pytest
 from tests.kit.tiering.oracle import Blob
 from tests.kit.tiering.world import SMALL, Story, chunks_of
 from tiered_kv.tiering.index import BlobState
-from tiered_kv.tiering.types import Delete, Limits, Outcome, Read, Seal, Write
+from tiered_kv.tiering.types import HOST, Delete, Limits, Outcome, Read, Seal, Write
 
 PREFIX = (1, 2, 3)
 
@@ -72,6 +72,29 @@ def test_a_prefix_stored_while_its_bad_blobs_are_deleted_is_written_whole_whiche
     story.finish_all()
     assert [story.media[1].get(SMALL.key(path)) for path in chunks_of(PREFIX)] == [Blob.GOOD] * 3
     assert story.counted("write_dropped_no_parent") == 0
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(chunks_of(PREFIX))))
+def test_a_prefix_whose_bad_blobs_in_a_bucket_are_deleted_is_uploaded_whole_whichever_is_gone_first(order):
+    story = Story(capacities=(None, None), is_last_shared=True)
+    story.store(PREFIX)
+    for tier in (HOST, 1):
+        story.tiering.remove(tier, SMALL.namespace, None, leaves_holes=True)
+        story.finish_all()
+    for path in chunks_of(PREFIX):
+        story.damage(2, SMALL.key(path), Blob.CORRUPT)
+    story.ask(PREFIX)
+    story.end_every(Read)
+    story.commit_prefix(PREFIX)
+    story.end_every(Seal)
+    while story.waiting(Write):
+        story.end(Write)
+    assert len(story.waiting(Delete)) == 3
+    for path in order:
+        story.end(Delete, path)
+    story.finish_all()
+    assert [story.media[2].get(SMALL.key(path)) for path in chunks_of(PREFIX)] == [Blob.GOOD] * 3
+    assert story.counted("upload_dropped_no_parent") == 0
 
 
 @pytest.mark.parametrize("why", ["the queue is full", "the tier is out"])

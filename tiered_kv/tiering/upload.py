@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
-from tiered_kv.tiering.index import CLAIMED, BlobState, Entry, Index
+from tiered_kv.tiering.index import BlobState, Entry, Index
 from tiered_kv.tiering.quotas import Quotas
 from tiered_kv.tiering.secondary_tier import SecondaryTier
 from tiered_kv.tiering.stats import Outbox
@@ -94,7 +94,7 @@ class Upload:
     def put_back(self, entry: Entry) -> None:
         is_first = entry.record.chunk_index == 0
         parent = self._index.parent(entry)
-        if not is_first and (parent is None or parent.blobs[self.tier.number] not in CLAIMED):
+        if not is_first and (parent is None or not self.tier.is_coming(parent)):
             self._counters["upload_dropped_no_parent"] += 1  # it was lost while this one was on its way
         elif self.has_bytes(entry):
             self.tier.requeue(entry)
@@ -168,7 +168,7 @@ class Upload:
         if not prefix:
             return
         self.tier.admission.admitted += len(prefix)
-        if prefix[-1].record.chunk_index and (node is None or node.blobs[number] not in CLAIMED):
+        if prefix[-1].record.chunk_index and (node is None or not self.tier.is_coming(node)):
             self._counters["upload_dropped_no_parent"] += 1
             return
         if not is_asked_first and node is not None:
