@@ -28,6 +28,7 @@ from tests.kit.stores.session import ATOMIC
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object.marks import ASKED_S, FORGET_S, Marks
+from tiered_kv.tiers.object.medium import Medium
 from tiered_kv.tiers.object.s3 import s3_options
 from tiered_kv.tiers.object.s3_session import SeldomCredentials
 from tiered_kv.tiers.object.shared_directory import STALE_S, TEMPORARY
@@ -1287,6 +1288,15 @@ def test_a_directory_that_was_deleted_is_made_again(tmp_path):
 
 
 # -- opening ----------------------------------------------------------------------------------------------------------
+
+
+OPERATIONS = {"get", "put", "head", "page", "delete", "close"}
+
+
+@pytest.mark.parametrize("lacking", sorted(OPERATIONS))
+def test_a_medium_that_lacks_an_operation_cannot_be_made(lacking):
+    with pytest.raises(TypeError, match=f"abstract method '?{lacking}"):
+        type("Half", (Medium,), dict.fromkeys(OPERATIONS - {lacking}))()
 
 
 def test_a_store_of_another_kind_or_without_its_package_is_refused(monkeypatch):

@@ -8,6 +8,7 @@ words.
 import errno
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Medium(Protocol):
     Missing objects are FileNotFoundError or the store's own way of saying so (``errors.is_missing``).
     """
 
+    @abstractmethod
     def get(self, path: str, length: int | None, size_max: int | None) -> bytes: ...
 
     def get_into(self, path: str, buffer: memoryview) -> None:
@@ -57,14 +59,19 @@ class Medium(Protocol):
         check_expected(path, len(data), len(buffer))
         buffer[:] = data
 
+    @abstractmethod
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None: ...
 
+    @abstractmethod
     def head(self, path: str) -> ObjectInfo: ...
 
+    @abstractmethod
     def page(self, prefix: str, cursor: object | None) -> ListPage: ...
 
+    @abstractmethod
     def delete(self, paths: Sequence[str]) -> None: ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
