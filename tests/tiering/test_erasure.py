@@ -450,6 +450,80 @@ def test_who_stored_what_came_from_a_bucket_is_said_by_its_header():
     assert last(steps) == (0, 1, 0), "leased, and meant now"
 
 
+def read_behind(story, path, who=GOOD, outcome=Outcome.OK):
+    """A read of a chunk ends, and its header says who stored it."""
+    (place,) = story.waiting(Read, path)
+    job = story.jobs.pop(place)
+    if outcome is Outcome.OK:
+        assert story._perform(job, None) is Outcome.OK
+        story.tiering.read(job, Outcome.OK, SPACE.tag((path[-1],)), who)
+    else:
+        story.tiering.read(job, outcome)
+    story.step()
+    story.check()
+
+
+def ask_found(story, path, **more):
+    """A lookup whose probes have ended."""
+    lookup = story.ask(path, **more)
+    while story.waiting(Probe):
+        story.end(Probe)
+        story.step()
+    return lookup
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.MISSING, Outcome.UNAVAILABLE])
+@pytest.mark.parametrize("order", ["before", "between", "behind"])
+def test_what_lies_behind_a_chunk_that_is_dropped_when_it_comes_goes_too(order, outcome):
+    """It was computed from that: whoever computes the erased chunk anew must not find it. Nor if the one never came."""
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    for path in chunks_of((7, 1, 2)):
+        story.others_store(SPACE, path)
+    lookup = ask_found(story, (7, 1, 2))
+    if order == "before":
+        read_behind(story, (7, 1))
+        read_behind(story, (7, 1, 2))
+    for tier in (HOST, DISK, HOST):
+        erase_bad(story, tier)
+    if order == "between":
+        read_behind(story, (7, 1, 2))
+    read_behind(story, (7,), BAD, outcome)
+    if order != "before":
+        read_behind(story, (7, 1))
+    if order == "behind":
+        read_behind(story, (7, 1, 2))
+    story.release(lookup)
+    story.finish_all()
+    assert not any(story.is_in_host(path) or story.is_below(path) for path in chunks_of((7, 1, 2)))
+    story.media[BUCKET].clear()
+    commit_by(story, GOOD, (7,))
+    story.finish_all()
+    assert story.answer(ask_found(story, (7, 1, 2))).held == 1
+    assert story.is_below((7,)) and not story.is_below((7, 1))
+
+
+def test_what_lies_behind_a_dropped_chunk_and_is_in_use_goes_once_it_is_not():
+    """And is lent to nobody else meanwhile, nor written."""
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    for path in chunks_of((7, 1)):
+        story.others_store(SPACE, path)
+    first = ask_found(story, (7, 1))
+    read_behind(story, (7, 1))
+    user = ask_found(story, (7, 1), start=1)
+    for tier in (HOST, DISK, HOST):
+        erase_bad(story, tier)
+    read_behind(story, (7,), BAD)
+    story.release(first)
+    assert story.answer(user).ready == 1 and story.is_in_host((7, 1))
+    story.media[BUCKET].clear()
+    commit_by(story, GOOD, (7,))
+    story.finish_all()
+    assert story.answer(ask_found(story, (7, 1))).held == 1 and not story.is_below((7, 1))
+    story.release(user)
+    story.finish_all()
+    assert not story.is_in_host((7, 1)) and not story.is_below((7, 1))
+
+
 def test_who_stored_is_no_part_of_what_a_chunk_is():
     record = SPACE.record((7,))
     other = msgspec.structs.replace(record, stored_by=BAD)

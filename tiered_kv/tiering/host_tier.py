@@ -222,7 +222,7 @@ class HostTier:
             del self._short_tails[entry]
             self.short_tail_bytes -= entry.slot_bytes
         self.usage.remove(entry.record.namespace, entry.slot_bytes)
-        self._index.damaged.discard(entry)
+        self._index.damaged.pop(entry, None)
         entry.host, entry.slot, entry.source = HostState.ABSENT, None, HOST
         return slot
 

@@ -228,8 +228,8 @@ class Index:
     Attributes:
         readable: Per tier, whether it can be read now; what lies only in others does not count as held.
         found_beside: Per tier that cannot, keys of what was found in another place that belongs to it: these can.
-        damaged: Chunks in host memory whose bytes are not what was sealed, and that somebody still uses: they count as
-            held nowhere, whatever a tier has, until their slots are free.
+        damaged: Chunks in host memory whose bytes are not what was sealed, or lie behind a chunk that was erased, and
+            why they go: they count as held nowhere, whatever a tier has, and go once nobody uses them.
     """
 
     def __init__(self, tier_count: int, ghosts: GhostList | None = None) -> None:
@@ -247,7 +247,7 @@ class Index:
         self._shared: dict[tuple[object, ...], tuple[Any, ...]] = {}
         self.readable = [True] * tier_count
         self.found_beside: list[set[bytes]] = [set() for _ in range(tier_count)]
-        self.damaged: set[Entry] = set()
+        self.damaged: dict[Entry, str] = {}
         self._ghosts = ghosts
 
     def __del__(self) -> None:

@@ -538,6 +538,11 @@ def _is_done(lookup: Lookup) -> bool:
     return is_here and not _unknown(lookup) and not lookup.queued
 
 
+def _is_behind(_: Entry) -> bool:
+    """What an erasure meant of that which lies behind a chunk that was erased: all of it."""
+    return True
+
+
 class Promotions:
     """All promotions.
 
@@ -685,7 +690,8 @@ class Promotions:
                 self.lost(entry)
 
     def judge_on_arrival(self, entry: Entry, is_meant: IsMeant) -> None:
-        """Something is erased while a chunk is being read: if it is of that, as its header will say, it is dropped.
+        """Something is erased while a chunk is being read: if it is of that, as its header will say, it is dropped,
+        and all behind it with it.
 
         Only from a shared tier: whose the chunks of this machine's tiers are is known, and what is in use there stays.
         """
@@ -697,9 +703,10 @@ class Promotions:
     def ended(self, job: Read, entry: Entry, outcome: Outcome) -> None:
         """A read ended, and the entry says whose it is. Failures shorten the lookups that waited (rule 4).
 
-        What was erased while it was read counts as missing: in the tier that it came from others erase it.
+        What was erased while it was read counts as missing: in the shared tier that it came from others erase it.
         """
-        if outcome is Outcome.OK and any(is_meant(entry) for is_meant in self._judged.get(entry, ())):
+        is_erased = outcome is Outcome.OK and any(is_meant(entry) for is_meant in self._judged.get(entry, ()))
+        if is_erased:
             outcome = Outcome.MISSING
         if outcome is Outcome.OK:
             self.filled(entry)
@@ -712,7 +719,8 @@ class Promotions:
             is_forgotten = outcome is Outcome.UNAVAILABLE and tier.is_shared and entry.lookups is None
             if is_forgotten and self._tiers.searches is not None:
                 self._tiers.searches.count_as_absent(entry.record.key)
-            tier.read_failed(entry, outcome, is_forgotten=is_forgotten)
+            if tier.is_shared or not is_erased:
+                tier.read_failed(entry, outcome, is_forgotten=is_forgotten)
             self.lost(entry)
 
     def filled(self, entry: Entry) -> None:
@@ -723,11 +731,37 @@ class Promotions:
         self._lookups.chunk_ready(entry)
 
     def lost(self, entry: Entry) -> None:
-        """The slot will not hold the chunk's bytes: free it."""
-        self._judged.pop(entry, None)
+        """The slot will not hold the chunk's bytes: free it.
+
+        If something was erased while it was being read, it was of that, or nobody can tell: all behind it goes, too.
+        """
+        erased = [entry, *self._behind(entry)] if self._judged.pop(entry, None) else []
         self._lookups.chunk_failed(entry)
         self._host.give(self._host.vacate(entry))
         self._index.remove_if_gone(entry)
+        for one in reversed(erased):  # the deepest first
+            if self._index.get(one.record.key) is one:
+                self._erase(one)
+
+    def _behind(self, entry: Entry) -> list[Entry]:
+        """What lies behind a chunk, each after those before it, but for what was seen to before."""
+        found, pending = [], list(entry.children)
+        while pending:
+            one = pending.pop()
+            if self._index.damaged.get(one) != "removed" and _is_behind not in self._judged.get(one, ()):
+                found.append(one)
+                pending.extend(one.children)
+        return found
+
+    def _erase(self, entry: Entry) -> None:
+        """Remove a chunk from all tiers, as :func:`removal.erasing` does: now, when it comes, or when it is idle."""
+        self._tiers.cancel_writes(entry)
+        if entry.host is HostState.PROMOTING:
+            self._judged.setdefault(entry, []).append(_is_behind)
+            return
+        if entry.host is not HostState.ABSENT:
+            self._index.damaged[entry] = "removed"
+        self._tiers.erase(entry)
 
     def check_integrity(self) -> None:
         """Assert that nothing which is leased is forgotten, and that no session waits without a lookup."""

@@ -98,7 +98,8 @@ def erasing(
         cancel_writes: Drops a chunk's writes to all tiers that were not begun.
         forget: Forgets that shared tiers have a chunk. Others erase those, and who stores it after that is its first
             owner: it must not be found under this one's tag.
-        judge_on_arrival: Has a chunk that is being read dropped when it comes, if it is meant by then.
+        judge_on_arrival: Has a chunk that is being read dropped when it comes, with all behind it, if it is meant by
+            then.
         namespace: Empty: of every namespace.
 
     Yields:

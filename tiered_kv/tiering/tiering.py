@@ -34,7 +34,7 @@ from tiered_kv.tiering.miss_ratio import MissRatioCurves, OpenPrompts
 from tiered_kv.tiering.owners import ReleaseCount, deepest, demoting, own_chunks, releasing, take_ownership
 from tiered_kv.tiering.prefix_search import PrefixSearch, StateSearch
 from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
-from tiered_kv.tiering.removal import IsMeant, erasing, removing
+from tiered_kv.tiering.removal import REMOVED_AT_ONCE, IsMeant, erasing, removing
 from tiered_kv.tiering.row_transfers import RowTransfers, is_stored
 from tiered_kv.tiering.secondary_tier import SecondaryTier
 from tiered_kv.tiering.slot_grants import Session, SlotGrants
@@ -126,6 +126,7 @@ class Tiering:
         self._grants = SlotGrants(self._host, self.limits.credit_share)
         self._loans = Loans(self._host)
         self._sessions: dict[int, Session] = {}
+        self._has_damaged = False  # more than one step evicts
         self._closed: dict[int, Session] = {}  # with lookups that have not ended
         self.hit_stats = HitStats()
         self._lookups = Lookups(self._host, self._outbox, self.hit_stats, self.limits, self.index.source)
@@ -187,7 +188,8 @@ class Tiering:
     def wants_turn(self) -> bool:
         """Whether :meth:`take_jobs` has more to do at once: something that is done in parts."""
         parts = (self._tiers, self._grants, self._promotions, self._lookups.line, self._rows)
-        return bool(self._closed) or self._host.is_emptying or any(part.wants_turn for part in parts)
+        is_left = bool(self._closed) or self._has_damaged or self._host.is_emptying
+        return is_left or any(part.wants_turn for part in parts)
 
     def take_uses(self) -> list[ChunkRecord]:
         """Chunks of secondary tiers used since the last call, oldest use first: what tiers persist as recency."""
@@ -863,13 +865,18 @@ class Tiering:
         if outcome is Outcome.OK:
             self._rows.written(job.record)
         elif outcome is Outcome.CORRUPT and entry.host is HostState.READY:  # not what was sealed: somebody wrote there
-            self.index.damaged.add(entry)
+            self.index.damaged[entry] = "damaged"
             self._lookups.damaged(entry)
 
     def _evict_damaged(self) -> None:
-        """Of what was found damaged, what nobody uses any more."""
-        for entry in [one for one in self.index.damaged if not one.holds]:
-            self._host.give(self._host.evict(entry, "damaged"))
+        """Of what was found damaged, or lies behind what was erased, what nobody uses any more, a part at a time."""
+        idle = [one for one in self.index.damaged if one.host is HostState.READY and not one.holds]
+        self._has_damaged = len(idle) > REMOVED_AT_ONCE
+        for entry in idle[:REMOVED_AT_ONCE]:
+            cause = self.index.damaged[entry]
+            self._host.give(self._host.evict(entry, cause))
+            if cause == "removed":
+                self._tiers.erase(entry)
 
     def copied(self, job: Copy, outcome: Outcome, held: int = 0) -> None:
         """An upload ended; ``held`` as of :meth:`written`."""

@@ -202,6 +202,14 @@ class SecondaryTiers:
             if tier.is_shared:
                 tier.forget(entry)
 
+    def erase(self, entry: Entry) -> None:
+        """Delete a chunk from this machine's tiers, and forget that shared ones have it, unless it is in use there."""
+        for tier in self:
+            if not tier.is_shared:
+                tier.remove(entry, leaves_hole=False)
+        if not entry.is_busy:
+            self.forget_shared(entry)
+
     def resume(self) -> None:
         """A tier that had no room or gave no answer may do better now."""
         for tier in self:

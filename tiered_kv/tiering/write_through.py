@@ -183,7 +183,7 @@ class WriteThrough:
             if entry.blobs[self.tier.number] is BlobState.ABSENT:  # its bad blob is gone now
                 self._enqueue_row(entry)
             return
-        if entry.host not in WRITABLE or entry.tail_tokens:
+        if entry.host not in WRITABLE or entry.tail_tokens or entry in self._index.damaged:
             return
         is_new = entry.blobs[self.tier.number] is BlobState.ABSENT and entry not in self._deferred
         if not self.tier.admission.admits(entry):
