@@ -379,8 +379,9 @@ def test_a_bucket_that_has_begun_keeps_its_epoch_and_the_copy_says_so(
     second = f"shared+file://{tmp_path}/second"
     engine = SmallEngine.start(settings(root, storage_uri=second, disk_path=str(root)))
     theirs = engine.client.namespace.fields["epoch"]
-    done = report("cp", first_bucket.uri, second)
-    assert done["copied"] == 6 and f"that bucket has begun {theirs} of this model" in done["notes"][0]
+    done = in_vain("cp", first_bucket.uri, second)
+    assert (done["copied"], done["refused"]) == (0, 6)
+    assert f"that bucket has begun {theirs} of this model" in done["notes"][0]
     done = in_vain("warm", f"file://{root}", "--from", first_bucket.uri)
     assert (done["copied"], done["refused"]) == (0, 6) and f"the server uses epoch {theirs} of this model" in done[
         "notes"
@@ -515,10 +516,28 @@ def test_a_directory_that_has_begun_keeps_its_epoch_and_the_copy_says_so(tmp_pat
     with an_engine(root) as engine:
         engine.store(2, first_token=900)
     reset_between(tmp_path / "old")
-    done = report("cp", f"file://{tmp_path}/old", f"file://{root}")
-    assert done["copied"] == 4 and "that directory has begun base-0 of this model" in done["notes"][1]
+    done = in_vain("cp", f"file://{tmp_path}/old", f"file://{root}")
+    assert done["refused"] == 4 and "that directory has begun base-0 of this model" in done["notes"][1]
     with an_engine(root) as engine:
         assert (engine.hits(2, first_token=900), engine.hits(6), engine.hits(4, first_token=500)) == (2, 0, 0)
+        engine.client.reset()
+        poll_until(engine.client, lambda: engine.client.is_ready, "the reset")
+    with an_engine(root, "later") as engine:
+        assert engine.client.namespace.fields["epoch"] == "base-1", "the number that the source's chunks are of"
+        assert engine.hits(4, first_token=500) == 0, "they were computed with the source's weights"
+
+
+def test_a_copy_by_way_of_a_bucket_is_not_found_after_a_reset(tmp_path: Path, root: Path) -> None:
+    """The bucket knows nothing of a directory's epochs, so the directory behind it cannot begin with them."""
+    reset_between(tmp_path / "old")
+    bucket = f"shared+file://{tmp_path}/bucket"
+    assert report("cp", f"file://{tmp_path}/old", bucket)["copied"] == 4
+    assert in_vain("cp", bucket, f"file://{root}")["refused"] == 4
+    with an_engine(root) as engine:
+        engine.client.reset()
+        poll_until(engine.client, lambda: engine.client.is_ready, "the reset")
+    with an_engine(root, "later") as engine:
+        assert engine.hits(4, first_token=500) == 0
 
 
 def test_a_reset_of_the_source_while_it_is_copied_is_told(tmp_path: Path, root: Path, s3: S3, cli) -> None:

@@ -135,9 +135,9 @@ def _copy(
             at_once = max(AT_ONCE[source.kind], AT_ONCE[storage.kind])
             spaces = {blob.name.namespace for blob in blobs}
             records = [record for space, record in content.records.items() if space in spaces]
-            content.notes += carry_epochs(source, storage, records)
+            refusals = carry_epochs(source, storage, records)
             with progress("copying") as tick:
-                done = copy(source, target, blobs, content, at_once, tick)
+                done = copy(source, target, blobs, content, at_once, tick, refusals)
             late = notes_on_resets(source, target, content, blobs) if done.copied + done.there else []
             return msgspec.structs.replace(done, notes=[*done.notes, *late]), said, is_any or bool(blobs)
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from tiered_kv.chunks.header import ParsedHeader, check_blob
@@ -31,10 +32,12 @@ from tiered_kv.ops.storage import (
     Storage,
     StoredBlob,
     no_progress,
+    numbered,
 )
 from tiered_kv.ops.text import counted
 
-_PLACES: Final = {"disk": "directory", "object": "bucket"}
+_PLACES: Final = {"disk": ("directory", "base"), "object": ("bucket", "shared")}
+"""How a kind of tier is called, and the kind of the epochs that its engines use."""
 AT_ONCE: Final = {"disk": 2, "object": 16}
 """Copies in flight by the kind of the source or target, whichever has more: an object store answers late."""
 IN_FLIGHT_BYTES_MAX: Final = 256 << 20
@@ -218,17 +221,21 @@ def copy(
     content: Content,
     at_once: int,
     progress: Progress = no_progress,
+    refusals: Mapping[bytes, str] = MappingProxyType({}),
 ) -> WarmReport:
     """Copy what :func:`choose` chose of a source's content.
 
     The order holds but for the last ``at_once`` chunks that fit: which of those in flight get the room is chance.
+
+    Args:
+        refusals: Namespaces that are left out whatever the target says, and why.
 
     Raises:
         TierUnavailable: One side failed. What was copied until then is there and can be used.
     """
     notes, refused = list(content.notes), dict[bytes, bool]()
     for space in dict.fromkeys(blob.name.namespace for blob in blobs):
-        reason = target.begin(content.records.get(space) or NamespaceRecord.missing(space))
+        reason = refusals.get(space) or target.begin(content.records.get(space) or NamespaceRecord.missing(space))
         refused[space] = bool(reason)
         if reason:
             notes.append(f"namespace {space.hex()} was left out: {reason}")
@@ -299,31 +306,37 @@ def notes_on_resets(source: Reader, target: Target, content: Content, copied: It
     ]
 
 
-def carry_epochs(source: Storage, target: Storage, records: Iterable[NamespaceRecord]) -> list[str]:
+def carry_epochs(source: Storage, target: Storage, records: Iterable[NamespaceRecord]) -> dict[bytes, str]:
     """Have the target begin with the source's epochs: with others no engine would find the copies there.
 
     Between tiers of one kind. A tier that has an epoch of a model keeps it, and the server of a directory its own.
-    Returns what that means, in words.
+    Returns the namespaces whose number is not the target's, and why nothing of them may be copied: a reset of the
+    target raises its number, and with that one engines would find what was never stored there.
 
     Raises:
         DirectoryLocked: Another command works on the directory.
         TierUnavailable: One of them does not answer.
     """
-    if source.kind != target.kind or target.is_served():
-        return []
-    epochs, notes = source.epochs(), []
+    if target.is_served():
+        return {}
+    place, kind = _PLACES[target.kind]
+    epochs = source.epochs() if source.kind == target.kind else None
+    refusals = {}
     for record in records:
-        found = None if record.namespace is None else epochs.in_force(record.namespace)
+        found = None if record.namespace is None else numbered(record.namespace, kind)
         if found is None:
-            continue  # of another kind
-        theirs = target.begin_with(*found)
-        if theirs != found[1]:
-            notes.append(
-                f"engines in front of {target.uri} do not find the chunks of namespace {record.digest.hex()}: they are "
-                f"of epoch {epochs.kind}-{found[1]}, and that {_PLACES[source.kind]} has begun {epochs.kind}-{theirs} "
-                "of this model"
+            continue  # no engine in front of the target alone opens it, whatever is reset there
+        base, number = found
+        is_in_force = epochs is not None and epochs.in_force(base) == number
+        theirs = target.begin_with(base, number if is_in_force else 0)
+        if theirs != number:
+            begun = "none" if target.kind == "object" and not theirs else f"{kind}-{theirs}"
+            refusals[record.digest] = (
+                f"its chunks are of epoch {kind}-{number}, and that {place} has begun {begun} of this model: engines "
+                f"there would not find them, or, once resets there reach that number, take them for their own. "
+                f"target={target.uri}"
             )
-    return notes
+    return refusals
 
 
 class _Copier:

@@ -241,19 +241,24 @@ class BaseEpochs:
         Epochs of another kind cannot be judged here and count as in force, e.g. those that a directory holds in front
         of a bucket.
         """
-        found = _NUMBERED.fullmatch(str(namespace.fields["epoch"]))
-        if found is None or found[1] != self.kind:
-            return False
-        base = namespace.in_epoch("")
-        return int(found[2]) < self.floor + self.numbers.get(base.digest.hex(), 0)
+        found = numbered(namespace, self.kind)
+        return found is not None and found[1] < self.in_force(found[0])
 
-    def in_force(self, namespace: Namespace) -> tuple[bytes, int] | None:
-        """The namespace's digest without its epoch, and the number, where that is the one that a tier's files name."""
-        found = _NUMBERED.fullmatch(str(namespace.fields["epoch"]))
-        if found is None or found[1] != self.kind:
-            return None
-        base, number = namespace.in_epoch("").digest, int(found[2])
-        return (base, number) if self.floor + self.numbers.get(base.hex(), 0) == number else None
+    def in_force(self, base: bytes) -> int:
+        """The number that sessions of a model open with.
+
+        Args:
+            base: The digest of the model's record with an empty epoch.
+        """
+        return self.floor + self.numbers.get(base.hex(), 0)
+
+
+def numbered(namespace: Namespace, kind: str) -> tuple[bytes, int] | None:
+    """A namespace's digest with an empty epoch, and the number of its epoch; None where that is not of this kind."""
+    found = _NUMBERED.fullmatch(str(namespace.fields["epoch"]))
+    if found is None or found[1] != kind:
+        return None
+    return namespace.in_epoch("").digest, int(found[2])
 
 
 def parse_digest(digits: str) -> bytes | None:
@@ -342,6 +347,7 @@ class Writer(Protocol):
 
         Args:
             base: The digest of the model's record with an empty epoch.
+            number: 0 only asks.
 
         Raises:
             DirectoryLocked: Another command works on the directory.

@@ -127,7 +127,7 @@ def begin_with(store: ObjectStore, digest: bytes, number: int) -> int:
         TierUnavailable: The bucket does not answer.
     """
     there = read_shared_epochs(store).get(digest.hex(), 0)
-    if not there:
+    if not there and number:
         store.put(f"{EPOCHS}{digest.hex()}/{number}", NOTE)
         there = read_shared_epochs(store).get(digest.hex(), number)  # another may have begun: the higher number counts
     return there
