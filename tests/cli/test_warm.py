@@ -21,12 +21,13 @@ from tests.kit.server.processes import end_server
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import Tier, complaint, directory_tier, explained_hit, report, run, s3_tier
 from tiered_kv.chunks.header import BlobFormat
+from tiered_kv.cli import warm as warm_verb
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.tags import NO_TAG, tag_digest
-from tiered_kv.ops import copy_targets
+from tiered_kv.ops import copy_targets, copying
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_storage
 from tiered_kv.server.client import SchedulerClient
@@ -525,6 +526,65 @@ def test_a_directory_that_has_begun_keeps_its_epoch_and_the_copy_says_so(tmp_pat
     with an_engine(root, "later") as engine:
         assert engine.client.namespace.fields["epoch"] == "base-1", "the number that the source's chunks are of"
         assert engine.hits(4, first_token=500) == 0, "they were computed with the source's weights"
+
+
+@pytest.mark.parametrize("damage", ["gone", "damaged"])
+def test_a_namespace_without_a_record_is_left_out_where_a_reset_may_have_retired_it(
+    tmp_path: Path, root: Path, damage: str
+) -> None:
+    old = tmp_path / "old"
+    with an_engine(old) as engine:
+        engine.store(6)
+        wait_written(old)
+        engine.client.reset()
+        poll_until(engine.client, lambda: engine.client.is_ready, "the reset")
+    for record in old.glob("blobs/*/namespace.json"):
+        if damage == "gone":
+            record.unlink()
+        else:
+            record.write_text("{")
+    done = in_vain("cp", f"file://{old}", f"file://{root}")
+    assert done["copied"] == 0 and "6 chunks: whether a reset there retired it is not known" in done["notes"][0]
+    with an_engine(root) as engine:
+        assert engine.hits(6) == 0
+
+
+@pytest.mark.parametrize("target", ["another", "in front"])
+def test_after_a_bucket_was_reset_only_a_copy_that_others_find_needs_a_reset(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """Engines whose disk stands in front of the bucket go by its epochs."""
+    bucket = f"shared+file://{tmp_path}/bucket"
+    with an_engine(root, storage_uri=bucket, disk_path=str(root)) as engine:
+        engine.store(6)
+        wait_written(root)
+
+        def copied_and_reset(*arguments):
+            done = copying.copy(*arguments)
+            engine.client.reset()
+            poll_until(engine.client, lambda: engine.client.is_ready, "the reset")
+            return done
+
+        monkeypatch.setattr(warm_verb, "copy", copied_and_reset)
+        done = report("cp", bucket, f"{'shared+' if target == 'another' else ''}file://{tmp_path}/node")
+    assert done["copied"] == 6 and ["while it was copied" in note for note in done["notes"]] == [True] * (
+        target == "another"
+    )
+
+
+def test_a_copy_is_reported_also_where_its_source_then_does_not_tell_of_resets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = stocked(directory_tier(tmp_path / "source"))
+
+    def copied_and_damaged(*arguments):
+        done = copying.copy(*arguments)
+        (tmp_path / "source" / "epochs.json").write_text("{")
+        return done
+
+    monkeypatch.setattr(warm_verb, "copy", copied_and_damaged)
+    done = report("cp", source.uri, f"file://{tmp_path}/target")
+    assert done["copied"] == 11 and "is not known: epochs.json cannot be understood" in done["notes"][0]
 
 
 def test_a_copy_by_way_of_a_bucket_is_not_found_after_a_reset(tmp_path: Path, root: Path) -> None:

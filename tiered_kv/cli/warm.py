@@ -15,17 +15,16 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.ops.copy_targets import check_apart, opened_target
 from tiered_kv.ops.copying import (
     AT_ONCE,
-    RETIRED,
     Wanted,
     WarmReport,
+    barred,
     carry_epochs,
     choose,
     copy,
     is_any_wanted,
     note_on_strays,
+    notes_on_barred,
     notes_on_resets,
-    notes_on_retired,
-    retired,
 )
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_storage
@@ -115,12 +114,12 @@ def _copy(
         said = len(content.notes)
         forest = Forest(content.blobs)
         chunk = None if place[1] is None else find_chunk(forest, place[1])
-        gone = retired(source, content.records)
-        if chunk is not None and chunk.name.namespace in gone:
-            raise ConfigError(f"the chunk of --key lies in namespace {chunk.name.namespace.hex()}: {RETIRED}")
-        wanted = Wanted(namespace=find_namespace(content, place[0]), key=chunk, size_bytes=limit, retired=gone)
+        reasons = barred(source, content.records)
+        if chunk is not None and (space := chunk.name.namespace) in reasons:
+            raise ConfigError(f"the chunk of --key lies in namespace {space.hex()}: {reasons[space]}")
+        wanted = Wanted(namespace=find_namespace(content, place[0]), key=chunk, size_bytes=limit, barred=reasons)
         if chunk is None:
-            content.notes += notes_on_retired(source, content.blobs, wanted)
+            content.notes += notes_on_barred(source, content.blobs, wanted)
             space = wanted.namespace
             below = "" if space is None else source.record_path(space).rpartition("/")[0] + "/"
             content.notes += note_on_strays(content, below)
@@ -138,7 +137,7 @@ def _copy(
             refusals = carry_epochs(source, storage, records)
             with progress("copying") as tick:
                 done = copy(source, target, blobs, content, at_once, tick, refusals)
-            late = notes_on_resets(source, target, content, blobs) if done.copied + done.there else []
+            late = notes_on_resets(source, storage, content, blobs) if done.copied + done.there else []
             return msgspec.structs.replace(done, notes=[*done.notes, *late]), said, is_any or bool(blobs)
 
 

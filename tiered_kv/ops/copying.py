@@ -12,13 +12,13 @@ import threading
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Final, Protocol
 
 from tiered_kv.chunks.header import ParsedHeader, check_blob
-from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch
+from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, TierUnavailable
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.ops.eviction import check_key_within
 from tiered_kv.ops.forest import Forest, Ident, ident
@@ -42,7 +42,8 @@ AT_ONCE: Final = {"disk": 2, "object": 16}
 """Copies in flight by the kind of the source or target, whichever has more: an object store answers late."""
 IN_FLIGHT_BYTES_MAX: Final = 256 << 20
 """Memory that copies in flight may take."""
-RETIRED: Final = "a reset there retired it, and from a copy engines might load what was stored before the reset"
+RETIRED: Final = "a reset there retired it, so a copy goes unused, or has engines load what was stored before the reset"
+UNKNOWN_EPOCH: Final = "whether a reset there retired it is not known, so engines might load what was stored before it"
 
 
 class CopyOutcome(Enum):
@@ -136,13 +137,13 @@ class Wanted:
         namespace: Only this one.
         key: Only this chunk, the prefix before it and the states along it.
         size_bytes: At most so much of the source: its most recently used prefixes.
-        retired: Namespaces that a reset of the source has retired: of these nothing is copied.
+        barred: Namespaces of which nothing is copied, and why.
     """
 
     namespace: bytes | None = None
     key: StoredBlob | None = None
     size_bytes: int | None = None
-    retired: frozenset[bytes] = frozenset()
+    barred: Mapping[bytes, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check that the chunk lies in the namespace.
@@ -173,7 +174,7 @@ def is_any_wanted(blobs: Iterable[StoredBlob], wanted: Wanted) -> bool:
     """Whether a source has any chunk of what is wanted, reachable or not."""
     if wanted.key is not None:
         return True
-    return any(wanted.means(blob) and blob.name.namespace not in wanted.retired for blob in blobs)
+    return any(wanted.means(blob) and blob.name.namespace not in wanted.barred for blob in blobs)
 
 
 def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
@@ -186,7 +187,7 @@ def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
         blobs = forest.with_states([wanted.key]) if is_whole else []
     else:
         blobs = _by_recency(forest, wanted.namespace)
-    blobs = [blob for blob in blobs if not blob.tail_tokens and blob.name.namespace not in wanted.retired]
+    blobs = [blob for blob in blobs if not blob.tail_tokens and blob.name.namespace not in wanted.barred]
     if wanted.size_bytes is None:
         return blobs
     total, limited = 0, []
@@ -268,41 +269,51 @@ def copy(
     )
 
 
-def retired(source: Reader, records: Mapping[bytes, NamespaceRecord]) -> frozenset[bytes]:
-    """The namespaces of a source that a reset there has retired, as far as that can be told.
+def barred(source: Reader, records: Mapping[bytes, NamespaceRecord]) -> dict[bytes, str]:
+    """The namespaces of a source of which nothing may be copied, and why: a reset there has retired them, or may have.
 
     Another tier knows nothing of that reset: in it engines might find what was stored before.
 
     Raises:
         TierUnavailable: The epochs cannot be read.
     """
-    epochs = source.epochs()
-    spaces = (record.namespace for record in records.values())
-    return frozenset(space.digest for space in spaces if space is not None and epochs.has_retired(space))
+    epochs, reasons = source.epochs(), {}
+    for digest, record in records.items():
+        if record.namespace is None:
+            if epochs.has_begun:
+                reasons[digest] = f"{UNKNOWN_EPOCH}: {record.problem}"
+        elif epochs.has_retired(record.namespace):
+            reasons[digest] = RETIRED
+    return reasons
 
 
-def notes_on_retired(source: Reader, blobs: Iterable[StoredBlob], wanted: Wanted) -> list[str]:
-    """Say which namespaces are left out because a reset retired them."""
+def notes_on_barred(source: Reader, blobs: Iterable[StoredBlob], wanted: Wanted) -> list[str]:
+    """Say which namespaces are left out, and why."""
     counts = Counter(
-        blob.name.namespace for blob in blobs if wanted.means(blob) and blob.name.namespace in wanted.retired
+        blob.name.namespace for blob in blobs if wanted.means(blob) and blob.name.namespace in wanted.barred
     )
     return [
-        f"namespace {space.hex()} was left out, {counted(count, 'chunk')}: {RETIRED}. source={source.uri}"
+        f"namespace {space.hex()} was left out, {counted(count, 'chunk')}: {wanted.barred[space]}. source={source.uri}"
         for space, count in sorted(counts.items())
     ]
 
 
-def notes_on_resets(source: Reader, target: Target, content: Content, copied: Iterable[StoredBlob]) -> list[str]:
+def notes_on_resets(source: Reader, target: Reader, content: Content, copied: Iterable[StoredBlob]) -> list[str]:
     """Say which namespaces a reset in the source has retired while their chunks were copied.
 
-    Raises:
-        TierUnavailable: The epochs cannot be read.
+    Between tiers of one kind: engines in front of another one alone open none of them, and those with both go by the
+    source's epochs.
     """
-    spaces = retired(source, content.records) & {blob.name.namespace for blob in copied}
+    if source.kind != target.kind:
+        return []
+    try:
+        now = barred(source, content.records)
+    except TierUnavailable as exc:  # the copy itself is done, and its report is worth more
+        return [f"whether a reset of {source.uri} retired what was copied meanwhile is not known: {exc}"]
     return [
         f"namespace {space.hex()} was reset in {source.uri} while it was copied, and what was copied is from before: "
         f"reset it in front of {target.uri}, too, or `tiered-kv evict {target.uri} --namespace {space.hex()}`"
-        for space in sorted(spaces)
+        for space in sorted(now.keys() & {blob.name.namespace for blob in copied})
     ]
 
 

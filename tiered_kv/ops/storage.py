@@ -244,6 +244,11 @@ class BaseEpochs:
         found = numbered(namespace, self.kind)
         return found is not None and found[1] < self.in_force(found[0])
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether any number is known: of the namespaces of a tier without one, no reset there has retired any."""
+        return bool(self.floor) or any(parse_digest(name) is not None for name in self.numbers)
+
     def in_force(self, base: bytes) -> int:
         """The number that sessions of a model open with.
 
