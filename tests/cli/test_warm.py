@@ -587,6 +587,40 @@ def test_a_copy_is_reported_also_where_its_source_then_does_not_tell_of_resets(
     assert done["copied"] == 11 and "is not known: epochs.json cannot be understood" in done["notes"][0]
 
 
+def test_a_disk_that_stood_in_front_of_a_bucket_has_begun_no_epoch_of_its_own(tmp_path: Path, root: Path) -> None:
+    with an_engine(root, storage_uri=f"shared+file://{tmp_path}/bucket", disk_path=str(root)) as engine:
+        engine.store(1)
+    reset_between(tmp_path / "old")
+    assert report("cp", f"file://{tmp_path}/old", f"file://{root}")["copied"] == 4
+    with an_engine(root, "alone") as engine:
+        assert engine.hits(4, first_token=500) == 4
+
+
+@pytest.mark.parametrize("whose", ["source", "target"])
+def test_damaged_epochs_of_a_directory_are_named_and_what_to_do(tmp_path: Path, root: Path, whose: str) -> None:
+    reset_between(tmp_path / "old")
+    with an_engine(root):
+        pass
+    damaged = (tmp_path / "old" if whose == "source" else root) / "epochs.json"
+    damaged.write_text("{")
+    if whose == "source":
+        said = complaint("cp", f"file://{tmp_path}/old", f"file://{root}", code=1)
+        assert "put a sound copy of it back" in said and f"path={damaged}" in said
+    else:
+        done = in_vain("cp", f"file://{tmp_path}/old", f"file://{root}")
+        assert done["refused"] == 4 and "a server that starts there begins afresh" in done["notes"][1]
+    assert damaged.read_text() == "{"
+
+
+def test_a_server_on_a_new_directory_takes_nothing_of_a_source_that_was_reset_and_says_what_to_do(
+    tmp_path: Path, root: Path
+) -> None:
+    reset_between(tmp_path / "old")
+    with an_engine(root):
+        done = in_vain("cp", f"file://{tmp_path}/old", f"file://{root}")
+    assert done["refused"] == 4 and "a directory and one that was reset before" in done["notes"][1]
+
+
 def test_a_copy_by_way_of_a_bucket_is_not_found_after_a_reset(tmp_path: Path, root: Path) -> None:
     """The bucket knows nothing of a directory's epochs, so the directory behind it cannot begin with them."""
     reset_between(tmp_path / "old")

@@ -115,8 +115,8 @@ def _copy(
         forest = Forest(content.blobs)
         chunk = None if place[1] is None else find_chunk(forest, place[1])
         reasons = barred(source, content.records)
-        if chunk is not None and (space := chunk.name.namespace) in reasons:
-            raise ConfigError(f"the chunk of --key lies in namespace {space.hex()}: {reasons[space]}")
+        if chunk is not None and (inside := chunk.name.namespace) in reasons:
+            raise ConfigError(f"the chunk of --key lies in namespace {inside.hex()}: {reasons[inside]}")
         wanted = Wanted(namespace=find_namespace(content, place[0]), key=chunk, size_bytes=limit, barred=reasons)
         if chunk is None:
             content.notes += notes_on_barred(source, content.blobs, wanted)

@@ -211,8 +211,9 @@ class CopySession:
                 raise ConfigError(
                     f"the server uses epoch {other} of this model, and these chunks are of epoch {fields['epoch']}: a "
                     "reset of the cache retired them, or of the two places one is an object store or in front of one, "
-                    "and the other is not, or they are two buckets that began by themselves (`tiered-kv cp` from one "
-                    "to the other, before engines use the second, has it begin with the same epoch)"
+                    "and the other is not, or each began by itself: two buckets, or a directory and one that was reset "
+                    "before (`tiered-kv cp` from one to the other, before engines use the second and, where that is a "
+                    "directory, its server starts, has it begin with the same epoch)"
                 )
             self.client.rest()
         except BaseException:

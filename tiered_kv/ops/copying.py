@@ -340,7 +340,12 @@ def carry_epochs(source: Storage, target: Storage, records: Iterable[NamespaceRe
         base, number = found
         is_in_force = epochs is not None and epochs.in_force(base) == number
         theirs = target.begin_with(base, number if is_in_force else 0)
-        if theirs != number:
+        if theirs is None:
+            refusals[record.digest] = (
+                "epochs.json there cannot be understood, so a server that starts there begins afresh, and its engines "
+                f"would not find what is copied: say it again to an empty directory. target={target.uri}"
+            )
+        elif theirs != number:
             begun = "none" if target.kind == "object" and not theirs else f"{kind}-{theirs}"
             refusals[record.digest] = (
                 f"its chunks are of epoch {kind}-{number}, and that {place} has begun {begun} of this model: engines "

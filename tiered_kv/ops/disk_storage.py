@@ -39,6 +39,7 @@ from tiered_kv.ops.storage import (
     Stray,
     deepest_first,
     no_progress,
+    numbered,
     parse_digest,
 )
 from tiered_kv.ops.text import without_paths
@@ -231,12 +232,16 @@ class DiskStorage(Storage):
             return {bytes.fromhex(session.namespace) for session in link.stat().sessions if session.namespace}
 
     def epochs(self) -> BaseEpochs:
-        from tiered_kv.server.epochs import read_epochs  # noqa: PLC0415 - for `gc` only
+        from tiered_kv.server.epochs import EPOCHS_FILE, read_epochs  # noqa: PLC0415 - for `gc` only
 
         try:
             numbers = read_epochs(self.root)
         except ValueError as exc:
-            raise TierUnavailable(f"epochs.json cannot be understood: {exc}") from exc
+            raise TierUnavailable(
+                "epochs.json cannot be understood, and it says what resets retired: put a sound copy of it back, or "
+                "start a server there, which begins afresh and finds nothing of what is stored. "
+                f"path={self.root / EPOCHS_FILE}: {exc}"
+            ) from exc
         return BaseEpochs("base", numbers, numbers.pop("", 0))
 
     # -- changing -----------------------------------------------------------------------------------------------------
@@ -251,12 +256,14 @@ class DiskStorage(Storage):
     def write_record(self, namespace: Namespace, first_stored_by: str = UNKNOWN) -> None:
         self._open().describe(namespace.digest, namespace.described(first_stored_by))
 
-    def begin_with(self, base: bytes, number: int) -> int:
+    def begin_with(self, base: bytes, number: int) -> int | None:
         from tiered_kv.server.epochs import begin_directory_with  # noqa: PLC0415 - for `cp` only
 
         self._open()
         spaces = [record.namespace for record in self.records().values() if record.namespace is not None]
-        is_used = any(space.in_epoch("").digest == base for space in spaces)
+        # Not a bucket's epochs: the disk stood in front of it. Nor this number: an interrupted copy begins it, too.
+        there = [numbered(space, "base") for space in spaces]
+        is_used = any(found is not None and found[0] == base and found[1] != number for found in there)
         return begin_directory_with(self.root, base, number, is_used=is_used)
 
     def remove(

@@ -347,8 +347,10 @@ class Writer(Protocol):
     def write_record(self, namespace: Namespace, first_stored_by: str = UNKNOWN) -> None:
         """Store a namespace's record beside its blobs, with who stored there first, unless it is there."""
 
-    def begin_with(self, base: bytes, number: int) -> int:
-        """Have a tier without a server begin with this epoch of a model, if it has none; returns the one in force.
+    def begin_with(self, base: bytes, number: int) -> int | None:
+        """Have a tier without a server begin with this epoch of a model, if it has none.
+
+        Returns the number in force; None: what the tier says of its epochs cannot be understood, and stays.
 
         Args:
             base: The digest of the model's record with an empty epoch.

@@ -133,19 +133,19 @@ def begin_with(store: ObjectStore, digest: bytes, number: int) -> int:
     return there
 
 
-def begin_directory_with(root: Path, digest: bytes, number: int, *, is_used: bool) -> int:
-    """The same for a directory that the caller owns.
+def begin_directory_with(root: Path, digest: bytes, number: int, *, is_used: bool) -> int | None:
+    """The same for a directory that the caller owns; None: its epochs are damaged, and its next server begins afresh.
 
     Args:
-        is_used: Chunks of the namespace are there already; of what epoch, the directory's own resets say.
+        is_used: Chunks of the namespace are there already, of other epochs that engines of this directory use.
 
     Raises:
         TierUnavailable: Its epochs cannot be read or written.
     """
     try:
         numbers = read_epochs(root)
-    except ValueError as exc:
-        raise TierUnavailable(f"epochs.json cannot be understood. path={root / EPOCHS_FILE}: {exc}") from exc
+    except ValueError:
+        return None
     floor, there = numbers.get("", 0), numbers.get(digest.hex())
     if there is None and not is_used and number > floor:
         there = number - floor
