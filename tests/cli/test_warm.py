@@ -29,8 +29,10 @@ from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.ops import copy_targets, copying
 from tiered_kv.ops.forest import Forest
+from tiered_kv.ops.object_storage import ObjectStorage
 from tiered_kv.ops.open import open_storage
 from tiered_kv.server.client import SchedulerClient
+from tiered_kv.server.epochs import EPOCHS, NOTE
 from tiered_kv.server.members import recorded_geometry
 from tiered_kv.server.worker_client import WorkerClient
 
@@ -651,6 +653,50 @@ def test_a_reset_of_the_source_while_it_is_copied_is_told(tmp_path: Path, root: 
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["copied"] == 6 and "was reset in" in told["notes"][0] and "while it was copied" in told["notes"][0]
+
+
+@pytest.mark.parametrize("kind", ["bucket", "directory of a server", "two copies"])
+def test_a_later_epoch_of_the_target_while_it_is_copied_into_is_told(
+    tmp_path: Path, root: Path, s3: S3, cli, kind: str
+) -> None:
+    """By a reset there, or with another copy: engines in front of it do not find what is copied."""
+    filled = s3_tier(s3) if kind != "directory of a server" else None
+    more = {} if filled is None else {"storage_uri": filled.uri, "disk_path": str(root), **filled.settings}
+    with an_engine(root, **more) as engine:
+        engine.store(6)
+        wait_written(root)
+        base, epoch = engine.client.namespace.in_epoch("").digest, engine.client.namespace.fields["epoch"]
+    if filled is None:  # a bucket with what was stored in a directory: of a kind whose epochs its server knows
+        filled, target = s3_tier(s3), Tier(f"file://{tmp_path}/second", {})
+        assert report("cp", f"file://{root}", filled.uri, *filled.sets())["copied"] == 6
+        second = settings(tmp_path / "second")
+    else:
+        target = s3_tier(s3)
+        second = settings(
+            tmp_path / "second", storage_uri=target.uri, disk_path=str(tmp_path / "second"), **target.settings
+        )
+    with FaultProxy(s3.endpoint_url) as proxy, ThreadPoolExecutor(1) as pool:
+        slow = Tier(filled.uri, {"storage_options": s3.options(proxy.url), "storage_timeout_s": 60})
+        other = SmallEngine.start(second) if kind == "directory of a server" else None
+        with proxy.failing(Fault(Mode.DRIP, kinds={"GET"}, path=".safetensors", bytes_per_s=100)):
+            copying = pool.submit(cli, "cp", *arguments(slow, target), "--json")
+            wait_for(lambda: proxy.count("GET", ".safetensors") > 0, "the copy")
+            if kind == "two copies":  # the other one looked for an epoch before this one began
+                with target.open() as storage:
+                    assert isinstance(storage, ObjectStorage)
+                    storage.store.put(f"{EPOCHS}{base.hex()}/{int(epoch.removeprefix('shared-')) + 1}", NOTE)
+            else:
+                other = other or SmallEngine.start(second)
+                other.client.reset()
+                poll_until(other.client, lambda: other.client.is_ready, "the reset")
+        done = copying.result()
+        if other is not None:
+            other.close()
+            end_server(tmp_path / "second")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    (text,) = told["notes"]
+    assert told["copied"] == 6 and "has begun a later epoch of this model" in text and "do not find" in text
 
 
 @pytest.mark.parametrize("has_server", [False, True])

@@ -24,6 +24,7 @@ from tiered_kv.ops.copying import (
     is_any_wanted,
     note_on_strays,
     notes_on_barred,
+    notes_on_new_epochs,
     notes_on_resets,
 )
 from tiered_kv.ops.forest import Forest
@@ -137,7 +138,10 @@ def _copy(
             refusals = carry_epochs(source, storage, records)
             with progress("copying") as tick:
                 done = copy(source, target, blobs, content, at_once, tick, refusals)
-            late = notes_on_resets(source, storage, content, blobs) if done.copied + done.there else []
+            late = list[str]()
+            if done.copied + done.there:
+                taken = [record for record in records if record.digest not in refusals]
+                late = notes_on_resets(source, storage, taken) + notes_on_new_epochs(storage, taken)
             return msgspec.structs.replace(done, notes=[*done.notes, *late]), said, is_any or bool(blobs)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import Final, Protocol
 
 from tiered_kv.chunks.header import ParsedHeader, check_blob
@@ -222,25 +221,25 @@ def copy(
     content: Content,
     at_once: int,
     progress: Progress = no_progress,
-    refusals: Mapping[bytes, str] = MappingProxyType({}),
+    refusals: dict[bytes, str] | None = None,
 ) -> WarmReport:
     """Copy what :func:`choose` chose of a source's content.
 
     The order holds but for the last ``at_once`` chunks that fit: which of those in flight get the room is chance.
 
     Args:
-        refusals: Namespaces that are left out whatever the target says, and why.
+        refusals: Namespaces that are left out, and why; those that the target refuses are added.
 
     Raises:
         TierUnavailable: One side failed. What was copied until then is there and can be used.
     """
-    notes, refused = list(content.notes), dict[bytes, bool]()
+    notes, refusals = list(content.notes), {} if refusals is None else refusals
     for space in dict.fromkeys(blob.name.namespace for blob in blobs):
         reason = refusals.get(space) or target.begin(content.records.get(space) or NamespaceRecord.missing(space))
-        refused[space] = bool(reason)
         if reason:
+            refusals[space] = reason
             notes.append(f"namespace {space.hex()} was left out: {reason}")
-    taken = [blob for blob in blobs if not refused[blob.name.namespace]]
+    taken = [blob for blob in blobs if blob.name.namespace not in refusals]
     run = _Copier(source, target)
     counts: Counter[CopyOutcome] = Counter()
     copied_bytes = 0
@@ -298,7 +297,7 @@ def notes_on_barred(source: Reader, blobs: Iterable[StoredBlob], wanted: Wanted)
     ]
 
 
-def notes_on_resets(source: Reader, target: Reader, content: Content, copied: Iterable[StoredBlob]) -> list[str]:
+def notes_on_resets(source: Reader, target: Reader, copied: Iterable[NamespaceRecord]) -> list[str]:
     """Say which namespaces a reset in the source has retired while their chunks were copied.
 
     Between tiers of one kind: engines in front of another one alone open none of them, and those with both go by the
@@ -307,13 +306,34 @@ def notes_on_resets(source: Reader, target: Reader, content: Content, copied: It
     if source.kind != target.kind:
         return []
     try:
-        now = barred(source, content.records)
+        now = barred(source, {record.digest: record for record in copied})
     except TierUnavailable as exc:  # the copy itself is done, and its report is worth more
         return [f"whether a reset of {source.uri} retired what was copied meanwhile is not known: {exc}"]
     return [
         f"namespace {space.hex()} was reset in {source.uri} while it was copied, and what was copied is from before: "
         f"reset it in front of {target.uri}, too, or `tiered-kv evict {target.uri} --namespace {space.hex()}`"
-        for space in sorted(now.keys() & {blob.name.namespace for blob in copied})
+        for space in sorted(now)
+    ]
+
+
+def notes_on_new_epochs(target: Reader, copied: Iterable[NamespaceRecord]) -> list[str]:
+    """Say of which namespaces the target has begun a later epoch while they were copied into it.
+
+    By a reset in front of it, or because another copy, from where that epoch is in force, began it at the same time.
+    """
+    place, kind = _PLACES[target.kind]
+    spaces = [record.namespace for record in copied if record.namespace is not None]
+    if not any(numbered(space, kind) for space in spaces):
+        return []  # and so what the target says of its epochs need not be sound
+    try:
+        epochs = target.epochs()
+    except TierUnavailable as exc:
+        return [f"whether {target.uri} has begun a later epoch meanwhile is not known: {exc}"]
+    return [
+        f"engines in front of {target.uri} do not find the chunks of namespace {digest.hex()}: while they were copied "
+        f"that {place} has begun a later epoch of this model, by a reset or with another copy; "
+        f"`tiered-kv evict {target.uri} --namespace {digest.hex()}` removes them"
+        for digest in sorted(space.digest for space in spaces if epochs.has_retired(space))
     ]
 
 

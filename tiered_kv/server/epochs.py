@@ -118,7 +118,8 @@ def begin_with(store: ObjectStore, digest: bytes, number: int) -> int:
     """Have a bucket that has no number of a namespace begin with this one; returns the number in force.
 
     For copies of another bucket, where that number must be in force: this bucket would begin with one of its own, under
-    which nobody finds them.
+    which nobody finds them. Another that begins the bucket at the same time may still put a higher number after this
+    returns: ask again when the copy is made.
 
     Args:
         digest: The namespace's, computed with an empty epoch.
@@ -137,7 +138,7 @@ def begin_directory_with(root: Path, digest: bytes, number: int, *, is_used: boo
     """The same for a directory that the caller owns; None: its epochs are damaged, and its next server begins afresh.
 
     Args:
-        is_used: Chunks of the namespace are there already, of other epochs that engines of this directory use.
+        is_used: Chunks of the namespace are there already, or may be, of other epochs that engines here use.
 
     Raises:
         TierUnavailable: Its epochs cannot be read or written.
