@@ -699,6 +699,19 @@ def test_a_later_epoch_of_the_target_while_it_is_copied_into_is_told(
     assert told["copied"] == 6 and "has begun a later epoch of this model" in text and "do not find" in text
 
 
+def test_a_directory_whose_chunks_have_lost_their_record_keeps_its_epoch(tmp_path: Path, root: Path) -> None:
+    """They may be of this model: with another epoch its engines would not find them again."""
+    with an_engine(root) as engine:
+        engine.store(6)
+    (record,) = root.glob("blobs/*/namespace.json")
+    record.unlink()
+    reset_between(tmp_path / "old")
+    done = in_vain("cp", f"file://{tmp_path}/old", f"file://{root}")
+    assert done["refused"] == 4 and "that directory has begun base-0 of this model" in done["notes"][1]
+    with an_engine(root) as engine:
+        assert (engine.hits(6), engine.hits(4, first_token=500)) == (6, 0)
+
+
 @pytest.mark.parametrize("has_server", [False, True])
 def test_a_copy_is_whose_its_source_was(tmp_path: Path, root: Path, has_server: bool) -> None:
     filled = tmp_path / "filled"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from tiered_kv.chunks.arena import SLAB_BYTES
 from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
 from tiered_kv.keys.namespace import Namespace
-from tiered_kv.keys.naming import BlobName, relative_path
+from tiered_kv.keys.naming import SUFFIX, BlobName, relative_path
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.location import directory_uri
 from tiered_kv.ops.blob_table import BlobTable
@@ -260,11 +260,16 @@ class DiskStorage(Storage):
         from tiered_kv.server.epochs import begin_directory_with  # noqa: PLC0415 - for `cp` only
 
         self._open()
-        spaces = [record.namespace for record in self.records().values() if record.namespace is not None]
-        # Not a bucket's epochs: the disk stood in front of it. Nor this number: an interrupted copy begins it, too.
-        there = [numbered(space, "base") for space in spaces]
-        is_used = any(found is not None and found[0] == base and found[1] != number for found in there)
+        is_used = any(self._has_other(record, base, number) for record in self.records().values())
         return begin_directory_with(self.root, base, number, is_used=is_used)
+
+    def _has_other(self, record: NamespaceRecord, base: bytes, number: int) -> bool:
+        """Whether chunks of this model and of another epoch of the directory lie there; without a record they may."""
+        if record.namespace is None:
+            return any((self._blobs / record.digest.hex()).glob(f"*/*{SUFFIX}"))
+        # A bucket's epochs do not count: the disk stood in front of it. Nor does this number: it was copied before.
+        found = numbered(record.namespace, "base")
+        return found is not None and found[0] == base and found[1] != number
 
     def remove(
         self, blobs: Sequence[StoredBlob], progress: Progress = no_progress, *, holes: bool = False
