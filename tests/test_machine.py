@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from tiered_kv.machine import LAST_LINES, LINES_MAX, LINES_S, repeat_in_log
+from tiered_kv.machine import LAST_LINES, LINES_MAX, LINES_MORE, LINES_S, repeat_in_log
 
 logger = logging.getLogger("tiered_kv.tests.child")
 
@@ -43,4 +43,16 @@ def test_after_a_while_a_child_is_heard_again(caplog: pytest.LogCaptureFixture) 
     assert said_of(caplog, lines, times)[LINES_MAX + 1 :] == [
         "suppressed lines of a child process. lines=5",
         lines[-1],
+    ]
+
+
+def test_a_child_that_goes_on_saying_too_much_is_heard_less(caplog: pytest.LogCaptureFixture) -> None:
+    """At 100 lines a minute the log and the one before it were gone within two hours."""
+    lines = [f"line {number}" for number in range(LINES_MAX + 1 + 2 * LINES_MORE)]
+    times = [0.0, *[1.0] * (LINES_MAX + 1), LINES_S, *[LINES_S] * 2 * LINES_MORE]
+    assert said_of(caplog, lines, times)[LINES_MAX + 1 :] == [
+        "suppressed lines of a child process. lines=1",
+        *lines[LINES_MAX + 1 : LINES_MAX + 1 + LINES_MORE],
+        f"a child process says too much: more lines are suppressed for up to {LINES_S:g} s",
+        *lines[LINES_MAX + 1 + LINES_MORE :],
     ]

@@ -28,6 +28,10 @@ LINES_MAX: Final = 100
 LINES_S: Final = 60.0
 """So many lines of a child are logged in so many seconds: the log is of 1 MiB, and holds what the server says, too."""
 
+LINES_MORE: Final = 10
+"""And so many where it said more in the time before: lines of 200 bytes fill the log, and the one before it, in most of
+a day."""
+
 LAST_LINES: Final = 20
 """Of those that were suppressed, logged when the child has ended: they may say why."""
 
@@ -61,9 +65,9 @@ def repeat_in_log(said: IO[bytes], log: logging.Logger, *, monotonic: Callable[[
     """Log what a child process says on its standard error, until it ends; then close that.
 
     A server that an engine started has no standard error which anybody reads, and one that logs for machines writes no
-    other lines. Lines beyond the rate are suppressed and counted, but for the last ones.
+    other lines. Lines beyond the rate are suppressed and counted, but for the last ones before its end.
     """
-    due_s, logged, suppressed = monotonic() + LINES_S, 0, 0
+    due_s, logged, suppressed, most = monotonic() + LINES_S, 0, 0, LINES_MAX
     last: deque[str] = deque(maxlen=LAST_LINES)
     with said:
         while line := said.readline(LINE_BYTES_MAX):
@@ -72,9 +76,10 @@ def repeat_in_log(said: IO[bytes], log: logging.Logger, *, monotonic: Callable[[
             if monotonic() >= due_s:
                 if suppressed:
                     log.warning("suppressed lines of a child process. lines=%d", suppressed)
+                most = LINES_MORE if suppressed else LINES_MAX
                 due_s, logged, suppressed = monotonic() + LINES_S, 0, 0
                 last.clear()
-            if logged < LINES_MAX:
+            if logged < most:
                 log.warning("%s", text)
                 logged += 1
                 continue

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -319,6 +320,39 @@ def test_what_had_expired_when_it_was_given_is_not_asked_for_with_each_request(m
 
     asyncio.run(use())
     assert len(asked) == 1
+
+
+def test_a_call_does_not_chase_tokens_that_have_expired_whenever_they_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine whose clock is ahead, and a tenant's challenge: while one was fetched the other was over, for ever."""
+    azure = pytest.importorskip("tiered_kv.tiers.object.azure")
+    monkeypatch.setattr("tiered_kv.tiers.object.renewal.ENDING_FRESH_S", 0.0)
+    loop, sent = asyncio.new_event_loop(), []
+
+    class Found:
+        get_token = close = None
+
+        async def get_token_info(self, *_: object, **__: object) -> SimpleNamespace:
+            return SimpleNamespace(token="token", expires_on=time.time() - 100)
+
+    tokens = azure._SeldomTokens(Found())
+
+    async def ask() -> str:
+        for options in ({}, {"tenant_id": "of the challenge"}):
+            await tokens.get_token_info("storage", options=options)
+            sent.append(options)
+        return "answered"
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        assert run_on_loop(loop, azure._ask(ask), 10.0) == "answered"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+    assert [bool(options) for options in sent] == [False, False, True]
 
 
 def test_what_has_expired_since_it_was_given_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_a_request_that_tries_again_does_so_for_all_its_groups_and_leaves_alone_
 
     def believed(request: _Request, *read_s: float) -> list[float | None]:
         parts = [(rows, one) for rows, one in enumerate(read_s, 1)]
-        return [one for _, one in TieredKVTier._believed(tier, request, parts, ROW)]  # type: ignore[arg-type]
+        return [one for _, one in TieredKVTier._believed(tier, request, parts, ROW, ROW)]  # type: ignore[arg-type]
 
     assert believed(first, 50.0, math.inf) == [50.0, math.inf]
     engine.now_s += RETRY_S
@@ -131,17 +131,18 @@ def test_what_is_too_slow_behind_rows_that_are_not_is_tried_again_where_these_co
     tier = SimpleNamespace(waits=engine.waits)
     row_s = ROW / PREFILL_TOKENS_PER_S_DEFAULT
 
-    def retries(*parts: tuple[int, float | None]) -> int:
-        found = 0
+    def retries(*parts: tuple[int, float | None], groups: int = 1) -> int:
+        found, row_tokens = 0, ROW / groups
         for _ in range(100):
             engine.now_s += RETRY_S
-            believed = TieredKVTier._believed(tier, _Request(0, {}), parts, ROW)  # type: ignore[arg-type]
-            found += engine.waits.worth(believed, ROW) == parts[-1][0]
+            believed = TieredKVTier._believed(tier, _Request(0, {}), parts, row_tokens, ROW)  # type: ignore[arg-type]
+            found += engine.waits.worth(believed, row_tokens) == parts[-1][0]
         return found
 
     assert retries((1, 0.0), (200, math.inf)) >= 99, "a common beginning in memory or on disk, the rest in a bucket"
     assert retries((100, 5 * row_s), (200, math.inf)) == 100
     assert retries((100, 40 * row_s), (200, math.inf)) == 0, "they would be lost: a retry waits 10 rows' time"
+    assert retries((100, 8 * row_s), (200, math.inf), groups=2) == 100, "each group's load waits as long"
 
 
 def test_requests_that_are_over_are_forgotten() -> None:

@@ -537,7 +537,7 @@ class TieredKVTier(SecondaryTierManager):
         if held is not None:
             # Rows of all groups of full attention come at the same time, and save the same tokens.
             prefixes = sum(not one.forgets for one in request.rows.values())
-            parts = self._believed(request, find.parts, tokens / prefixes)
+            parts = self._believed(request, find.parts, tokens / prefixes, tokens)
             worth = find.first + self.waits.worth(parts, tokens / prefixes)
             self._metrics.count(NOT_LOADED, max(0, held - max(worth, find.first)), "too_slow")
             rows.is_measured = all(read_s is not None for _, read_s in parts)
@@ -545,17 +545,21 @@ class TieredKVTier(SecondaryTierManager):
         return rows.held
 
     def _believed(
-        self, request: _Request, parts: Sequence[tuple[int, float | None]], row_tokens: float
+        self, request: _Request, parts: Sequence[tuple[int, float | None]], row_tokens: float, load_tokens: float
     ) -> Sequence[tuple[int, float | None]]:
         """What is held and when it would be here; of what is too slow, now and then nobody knows when.
 
         For all of the request's groups of layers then: a hit needs rows of each. But not where what is worth it needs
         longer than such a load is waited for: it would be computed although a read is faster.
+
+        Args:
+            row_tokens: That a row saves to compute, as :meth:`RowWaits.worth` has it.
+            load_tokens: The same by which a load of its group is waited for.
         """
         if not parts or (worth := self.waits.worth(parts, row_tokens)) == parts[-1][0]:
             return parts
         worth_s = next((read_s for rows, read_s in parts if rows == worth and read_s is not None), 0.0)
-        if worth_s > self.waits.load_s(parts[-1][0] * row_tokens, is_measured=False):
+        if worth_s > self.waits.load_s(parts[-1][0] * load_tokens, is_measured=False):
             return parts
         request.is_retry = request.is_retry or self.waits.tries_again()
         return [(rows, None if rows > worth else read_s) for rows, read_s in parts] if request.is_retry else parts
@@ -594,7 +598,7 @@ class TieredKVTier(SecondaryTierManager):
             return
         del rows.asked[key]
         row_tokens = end / max(rows.group.window_rows or 1, 1)
-        parts = self._believed(request, find.parts, row_tokens)
+        parts = self._believed(request, find.parts, row_tokens, row_tokens)
         is_worth = self.waits.worth(parts, row_tokens) > 0
         self._metrics.count(NOT_LOADED, int(held > 0 and not is_worth), "too_slow")
         rows.is_measured &= all(read_s is not None for _, read_s in parts)

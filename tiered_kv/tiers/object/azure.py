@@ -17,7 +17,15 @@ from typing import Any, Final, TypeVar
 
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import is_missing, status_of
-from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
+from tiered_kv.tiers.object.loop_client import (
+    BEYOND_THE_END,
+    DELETED_AT_ONCE,
+    PAGE_MAX,
+    LoopClient,
+    all_of,
+    this_call,
+    twice,
+)
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_size
 from tiered_kv.tiers.object.renewal import Renewal, identifying
 
@@ -83,7 +91,7 @@ class _SeldomTokens:
             async with identifying():
                 return await renewal.current()
         renewal = self._renewals.setdefault((scopes, *sorted(asked.items())), renewal)
-        if not renewal.is_at_hand():
+        if not renewal.is_at_hand() and renewal not in this_call().awaited:
             raise _TokenToCome(renewal)
         return await renewal.current()
 
@@ -111,6 +119,7 @@ async def _ask(ask: Callable[[], Awaitable[T]]) -> T:
                 renewal = exc.renewal
             async with identifying():
                 await renewal.current()
+            this_call().awaited.add(renewal)  # once: one that always expires too soon would be asked for until the end
 
     return await twice(ask_with_token)
 

@@ -89,11 +89,13 @@ class LoopCall:
 
     Attributes:
         unidentified: Of these coroutines, those that do not know yet as whom the store is to be asked.
+        awaited: Renewals of credentials that they have waited for: what came is used, however soon it expires.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._deadline = Deadline(timeout_s)
         self.unidentified = 0
+        self.awaited = set[object]()
 
     def left_s(self) -> float:
         return self._deadline.left_s()
