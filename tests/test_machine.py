@@ -56,3 +56,12 @@ def test_a_child_that_goes_on_saying_too_much_is_heard_less(caplog: pytest.LogCa
         f"a child process says too much: more lines are suppressed for up to {LINES_S:g} s",
         *lines[LINES_MAX + 1 + LINES_MORE :],
     ]
+
+
+def test_what_was_suppressed_and_is_logged_after_all_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    lines = [f"line {number}" for number in range(LINES_MAX + LAST_LINES)]
+    assert said_of(caplog, lines) == [
+        *lines[:LINES_MAX],
+        f"a child process says too much: more lines are suppressed for up to {LINES_S:g} s",
+        *lines[LINES_MAX:],
+    ]
