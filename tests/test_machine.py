@@ -58,6 +58,15 @@ def test_a_child_that_goes_on_saying_too_much_is_heard_less(caplog: pytest.LogCa
     ]
 
 
+def test_a_child_that_was_silent_since_it_said_too_much_is_heard_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    lines = [f"line {number}" for number in range(2 * LINES_MAX + 1)]
+    times = [0.0, *[1.0] * (LINES_MAX + 1), *[3 * LINES_S] * LINES_MAX]
+    assert said_of(caplog, lines, times)[LINES_MAX + 1 :] == [
+        "suppressed lines of a child process. lines=1",
+        *lines[LINES_MAX + 1 :],
+    ]
+
+
 def test_what_was_suppressed_and_is_logged_after_all_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     lines = [f"line {number}" for number in range(LINES_MAX + LAST_LINES)]
     assert said_of(caplog, lines) == [

@@ -29,7 +29,7 @@ LINES_S: Final = 60.0
 """So many lines of a child are logged in so many seconds: the log is of 1 MiB, and holds what the server says, too."""
 
 LINES_MORE: Final = 10
-"""And so many where it said more in the time before: lines of 200 bytes fill the log, and the one before it, in most of
+"""And so many where it said more just before: lines of 200 bytes fill the log, and the one before it, in most of
 a day."""
 
 LAST_LINES: Final = 20
@@ -73,11 +73,11 @@ def repeat_in_log(said: IO[bytes], log: logging.Logger, *, monotonic: Callable[[
         while line := said.readline(LINE_BYTES_MAX):
             if not (text := line.decode(errors="replace").strip()):
                 continue
-            if monotonic() >= due_s:
+            if (now_s := monotonic()) >= due_s:
                 if suppressed:
                     log.warning("suppressed lines of a child process. lines=%d", suppressed)
-                most = LINES_MORE if suppressed else LINES_MAX
-                due_s, logged, suppressed = monotonic() + LINES_S, 0, 0
+                most = LINES_MORE if suppressed and now_s < due_s + LINES_S else LINES_MAX
+                due_s, logged, suppressed = now_s + LINES_S, 0, 0
                 last.clear()
             if logged < most:
                 log.warning("%s", text)

@@ -589,6 +589,26 @@ def test_a_copy_is_reported_also_where_its_source_then_does_not_tell_of_resets(
     assert done["copied"] == 11 and "is not known: epochs.json cannot be understood" in done["notes"][0]
 
 
+@pytest.mark.parametrize("source", ["bucket", "disk"])
+def test_what_no_reset_can_have_retired_for_others_is_copied_whatever_is_known_of_epochs(
+    tmp_path: Path, root: Path, source: str
+) -> None:
+    """A bucket's numbers are its own, and a disk in front of one goes by them: chunks without a record, and ``cp``
+    from a disk with a damaged ``epochs.json``, were refused.
+    """
+    uri = f"shared+file://{tmp_path}/bucket"
+    with an_engine(root, storage_uri=uri, disk_path=str(root)) as engine:
+        engine.store(6)
+    if source == "bucket":
+        for record in (tmp_path / "bucket").rglob("namespace.json"):
+            record.unlink()
+    else:
+        uri = f"file://{root}"
+        (root / "epochs.json").write_text("{")
+    done = report("cp", uri, f"file://{tmp_path}/target")
+    assert (done["copied"], done["selected"]) == (6, 6)
+
+
 def test_a_disk_that_stood_in_front_of_a_bucket_has_begun_no_epoch_of_its_own(tmp_path: Path, root: Path) -> None:
     with an_engine(root, storage_uri=f"shared+file://{tmp_path}/bucket", disk_path=str(root)) as engine:
         engine.store(1)

@@ -524,6 +524,64 @@ def test_what_lies_behind_a_dropped_chunk_and_is_in_use_goes_once_it_is_not():
     assert not story.is_in_host((7, 1)) and not story.is_below((7, 1))
 
 
+def test_what_lies_behind_a_dropped_chunk_goes_from_disk_once_nothing_behind_it_is_read():
+    """The disk had lost the dropped one, so nothing there said that the ones behind it were to go."""
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    commit_by(story, GOOD, *chunks_of((7, 1, 2)))
+    story.finish_all()
+    for tier, keys in ((HOST, None), (DISK, [SPACE.key((7,))])):
+        story.tiering.remove(tier, b"", keys, leaves_holes=True)
+        story.step()
+        story.finish_all()
+    lookup = story.ask((7, 1, 2))
+    story.step()
+    read_behind(story, (7, 1))
+    for tier in (HOST, DISK, HOST):
+        erase_bad(story, tier)
+    read_behind(story, (7,), BAD)
+    read_behind(story, (7, 1, 2))
+    story.release(lookup)
+    story.finish_all()
+    assert not any(story.is_in_host(path) or story.is_below(path) for path in chunks_of((7, 1, 2)))
+    story.media[BUCKET].clear()
+    commit_by(story, GOOD, (7,))
+    story.finish_all()
+    assert story.answer(ask_found(story, (7, 1, 2))).held == 1
+
+
+def test_what_lies_behind_a_dropped_chunk_is_not_put_off_by_a_write_that_fails():
+    story = Tenants(capacities=(None,), is_last_shared=True)
+    commit_by(story, GOOD, (7,))
+    story.finish_all()
+    story.tiering.remove(HOST, b"", None, leaves_holes=True)
+    story.step()
+    lookup = story.ask((7,))
+    story.step()
+    commit_by(story, GOOD, (7, 1))
+    story.step()
+    while story.waiting(Seal):
+        story.end(Seal)
+        story.step()
+    user = story.ask((7, 1), start=1)
+    story.step()
+    for tier in (HOST, 1):
+        erase_bad(story, tier)
+    read_behind(story, (7,), BAD)
+    (place,) = story.waiting(Write, (7, 1))
+    story.tiering.written(story.jobs.pop(place), Outcome.UNAVAILABLE)
+    story.step()
+    story.release(lookup)
+    commit_by(story, GOOD, (7,))
+    story.tiering.resume_writes()
+    story.step()
+    story.finish_all()
+    entry = story.tiering.index.get(SPACE.key((7, 1)))
+    assert entry is None or entry.blobs[1] is BlobState.ABSENT
+    story.release(user)
+    story.finish_all()
+    assert story.is_below((7,)) and not story.is_below((7, 1))
+
+
 def test_who_stored_is_no_part_of_what_a_chunk_is():
     record = SPACE.record((7,))
     other = msgspec.structs.replace(record, stored_by=BAD)

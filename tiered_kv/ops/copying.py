@@ -276,8 +276,17 @@ def barred(source: Reader, records: Mapping[bytes, NamespaceRecord]) -> dict[byt
     Raises:
         TierUnavailable: The epochs cannot be read.
     """
+    kind = _PLACES[source.kind][1]
+    judged = {
+        digest: record
+        for digest, record in records.items()
+        # A bucket's numbers are drawn at random: no other tier comes to one that a reset has retired there.
+        if (kind == "base" if record.namespace is None else numbered(record.namespace, kind))
+    }
+    if not judged:
+        return {}  # and so what the source says of its epochs need not be sound
     epochs, reasons = source.epochs(), {}
-    for digest, record in records.items():
+    for digest, record in judged.items():
         if record.namespace is None:
             if epochs.has_begun:
                 reasons[digest] = f"{UNKNOWN_EPOCH}: {record.problem}"
@@ -351,13 +360,16 @@ def carry_epochs(source: Storage, target: Storage, records: Iterable[NamespaceRe
     if target.is_served():
         return {}
     place, kind = _PLACES[target.kind]
+    judged = [
+        (record, found)
+        for record in records
+        if record.namespace is not None and (found := numbered(record.namespace, kind)) is not None
+    ]
+    if not judged:
+        return {}  # engines in front of the target alone open none of them, whatever is reset there
     epochs = source.epochs() if source.kind == target.kind else None
     refusals = {}
-    for record in records:
-        found = None if record.namespace is None else numbered(record.namespace, kind)
-        if found is None:
-            continue  # no engine in front of the target alone opens it, whatever is reset there
-        base, number = found
+    for record, (base, number) in judged:
         is_in_force = epochs is not None and epochs.in_force(base) == number
         theirs = target.begin_with(base, number if is_in_force else 0)
         if theirs is None:

@@ -154,6 +154,7 @@ class Tiering:
                 chunk is as old as the one before it.
         """
         self._evict_damaged()
+        self._tiers.erase_rest()
         if dates:
             self._date_touched()
         self._share_out(grants=grants)

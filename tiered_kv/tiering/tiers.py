@@ -14,9 +14,10 @@ from tiered_kv.tiering.host_tier import HostTier
 from tiered_kv.tiering.index import BlobState, Entry, Index
 from tiered_kv.tiering.prefix_search import PrefixSearches
 from tiered_kv.tiering.quotas import Quotas
+from tiered_kv.tiering.removal import REMOVED_AT_ONCE
 from tiered_kv.tiering.secondary_tier import SecondaryTier
 from tiered_kv.tiering.stats import Outbox
-from tiered_kv.tiering.types import HOST, TierSpec
+from tiered_kv.tiering.types import HOST, Removal, TierSpec
 from tiered_kv.tiering.upload import Upload
 from tiered_kv.tiering.write_through import WriteThrough
 
@@ -78,6 +79,7 @@ class SecondaryTiers:
             self.searches = PrefixSearches(max(self.sources), specs[-1], index, outbox)
         self._has_uploads = bool(uploads)
         self._opened: set[bytes] = set()
+        self._unerased: dict[Entry, None] = {}  # deeper ones before those before them
         self._recovering: deque[tuple[bytes, Iterator[Entry]]] = deque()
         self._index = index
         self._counters = outbox.counters
@@ -203,12 +205,24 @@ class SecondaryTiers:
                 tier.forget(entry)
 
     def erase(self, entry: Entry) -> None:
-        """Delete a chunk from this machine's tiers, and forget that shared ones have it, unless it is in use there."""
-        for tier in self:
-            if not tier.is_shared:
-                tier.remove(entry, leaves_hole=False)
+        """Delete a chunk from this machine's tiers, and forget that shared ones have it; while it is in use there, or
+        one behind it is, :meth:`erase_rest` tries it again.
+        """
+        removals = [tier.remove(entry, leaves_hole=False) for tier in self if not tier.is_shared]
         if not entry.is_busy:
             self.forget_shared(entry)
+        if entry.is_busy or Removal.KEPT in removals:
+            self._unerased[entry] = None
+        else:
+            self._unerased.pop(entry, None)
+
+    def erase_rest(self) -> None:
+        """Erase some of what could not be erased before."""
+        for entry in list(islice(self._unerased, REMOVED_AT_ONCE)):
+            if self._index.get(entry.record.key) is entry:
+                self.erase(entry)
+            else:
+                del self._unerased[entry]
 
     def resume(self) -> None:
         """A tier that had no room or gave no answer may do better now."""

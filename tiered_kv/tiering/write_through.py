@@ -249,7 +249,7 @@ class WriteThrough:
         self._host.hold(entry)
 
     def _defer(self, entry: Entry) -> None:
-        if entry in self._deferred:
+        if entry in self._deferred or entry in self._index.damaged:
             return
         if len(self._deferred) >= DEFERRED_MAX:
             self._counters["write_dropped_queue_full"] += 1
