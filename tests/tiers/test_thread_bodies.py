@@ -28,6 +28,7 @@ from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object import s3_signer
 from tiered_kv.tiers.object.connection import IDLE_MAX_S, ConnectionPool, Place
+from tiered_kv.tiers.object.errors import NoIdentity
 from tiered_kv.tiers.object.loop_bodies import LoopBodies
 from tiered_kv.tiers.object.medium import CallRunner, Deadline
 from tiered_kv.tiers.object.s3_signer import LoopCredentials
@@ -51,7 +52,7 @@ def open_impatient(url: str, timeout_s: float, **options: object) -> ObjectStore
     store = open_store(url, timeout_s, **options)
 
     def is_ready() -> bool:
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, NoIdentity):
             with store._using() as medium:
                 medium._choose_bodies()
             return True

@@ -73,15 +73,22 @@ def _running(ceph: Path) -> Iterator[CephFS]:
 
     configuration = ("-c", str(ceph / "ceph.conf"))
     orders = [f"osd pool create {pool} 4 4" for pool in POOLS] + [f"fs new fs {' '.join(POOLS)}"]
-    ordered = subprocess.run(
-        ["ceph", *configuration],
-        input="\n".join(orders) + "\n",
-        text=True,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert ordered.returncode == 0, f"Ceph made no file system: {ordered.stderr}"
+
+    def is_made() -> bool:
+        """A monitor that is busy refuses (EPERM) to tell its commands; then nothing was done yet."""
+        ordered = subprocess.run(
+            ["ceph", *configuration],
+            input="\n".join(orders) + "\n",
+            text=True,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        is_busy = "getting command descriptions from mon" in ordered.stderr
+        assert ordered.returncode == 0 or is_busy, f"Ceph made no file system: {ordered.stderr}"
+        return ordered.returncode == 0
+
+    wait_for(is_made, "Ceph's file system", deadline_s=START_S)
     with ExitStack() as at_end:
         place = Path(tempfile.mkdtemp(prefix="tiered-kv-cephfs-"))
         at_end.callback(shutil.rmtree, place)
