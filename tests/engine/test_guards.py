@@ -104,8 +104,8 @@ def test_a_tier_that_reads_but_does_not_write_stays_out(guarded):
     assert not guarded.breaker.is_open
 
 
-def test_a_local_tier_that_hangs_is_left_alone_until_it_answers():
-    """Nothing fails: a read does not come back. Requests are answered from memory, and the hung one harms nobody."""
+def with_a_prefix_below():
+    """A tier of which host memory has other chunks only."""
     faulty = FaultyTier(MemoryTier(), lambda _number: None)
     world = EngineWorld(faulty, recorder=Recorder())
     session = world.open()
@@ -113,6 +113,12 @@ def test_a_local_tier_that_hangs_is_left_alone_until_it_answers():
     world.store(session, PREFIX)
     for number in range(40):
         world.store(session, (1000 + number,))
+    return faulty, world, session
+
+
+def test_a_local_tier_that_hangs_is_left_alone_until_it_answers():
+    """Nothing fails: a read does not come back. Requests are answered from memory, and the hung one harms nobody."""
+    faulty, world, session = with_a_prefix_below()
     asked = []
 
     def hang(operation, _name):
@@ -139,13 +145,7 @@ def test_a_local_tier_that_hangs_is_left_alone_until_it_answers():
 
 def test_what_still_hangs_when_its_tier_answers_again_does_not_take_it_out_once_more():
     """Its thread comes back when the medium lets it, which may be never."""
-    faulty = FaultyTier(MemoryTier(), lambda _number: None)
-    world = EngineWorld(faulty, recorder=Recorder())
-    session = world.open()
-    world.settle()
-    world.store(session, PREFIX)
-    for number in range(40):
-        world.store(session, (1000 + number,))
+    faulty, world, session = with_a_prefix_below()
     states = []
 
     def hang(operation, _name):

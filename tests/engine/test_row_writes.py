@@ -4,7 +4,7 @@ import pytest
 
 from tests.kit.engine_world import SPACES, Path
 from tests.kit.fake_clock import FakeClock
-from tests.kit.step_executor import StepExecutor
+from tests.kit.step_executor import Noting, StepExecutor
 from tiered_kv.engine.row_writes import TURN_S, RowWrite, RowWrites
 from tiered_kv.tiering.types import RowUse, WriteRow
 
@@ -12,21 +12,6 @@ SPACE = SPACES["small"]
 
 
 PREFIX = ((1,), (1, 2), (1, 2, 3), (1, 2, 3, 4))
-
-
-class Noting(StepExecutor):
-    """Notes that the owner was woken, among what else a test notes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[object] = []
-
-    def notify(self) -> None:
-        self.seen.append("notified")
-
-    @property
-    def written(self) -> list[object]:
-        return [one for one in self.seen if one != "notified"]
 
 
 def row(number: int, path: Path) -> WriteRow:

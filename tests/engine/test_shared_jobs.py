@@ -4,23 +4,12 @@ from collections.abc import Callable
 
 from tests.kit.engine_world import SPACES
 from tests.kit.fake_clock import FakeClock
-from tests.kit.step_executor import StepExecutor
+from tests.kit.step_executor import Noting, StepExecutor
 from tiered_kv.engine.executor import NOTIFY_INTERVAL_S, Pool
 from tiered_kv.engine.shared_jobs import SharedJob, SharedJobs
 from tiered_kv.tiering.types import Read, Seal
 
 SPACE = SPACES["small"]
-
-
-class Noting(StepExecutor):
-    """Notes that the owner was woken, among what else a test notes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[object] = []
-
-    def notify(self) -> None:
-        self.seen.append("notified")
 
 
 def shared(executor: Noting, perform: Callable[[SharedJob], None], clock: FakeClock, tasks: int = 1) -> SharedJobs:

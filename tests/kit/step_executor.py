@@ -42,3 +42,19 @@ class StepExecutor:
 
     def close(self) -> None:
         self.waiting.clear()
+
+
+class Noting(StepExecutor):
+    """Notes that the owner was woken, among what else a test notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def notify(self) -> None:
+        self.seen.append("notified")
+
+    @property
+    def written(self) -> list[object]:
+        """What is no waking."""
+        return [one for one in self.seen if one != "notified"]

@@ -472,6 +472,17 @@ def ask_found(story, path, **more):
     return lookup
 
 
+def assert_all_is_erased(story):
+    """Neither memory nor disk has any chunk of the prefix, and nothing is found behind its first one, stored anew."""
+    story.finish_all()
+    assert not any(story.is_in_host(path) or story.is_below(path) for path in chunks_of((7, 1, 2)))
+    story.media[BUCKET].clear()
+    commit_by(story, GOOD, (7,))
+    story.finish_all()
+    assert story.answer(ask_found(story, (7, 1, 2))).held == 1
+    assert story.is_below((7,)) and not story.is_below((7, 1))
+
+
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.MISSING, Outcome.UNAVAILABLE])
 @pytest.mark.parametrize("order", ["before", "between", "behind"])
 def test_what_lies_behind_a_chunk_that_is_dropped_when_it_comes_goes_too(order, outcome):
@@ -493,13 +504,7 @@ def test_what_lies_behind_a_chunk_that_is_dropped_when_it_comes_goes_too(order, 
     if order == "behind":
         read_behind(story, (7, 1, 2))
     story.release(lookup)
-    story.finish_all()
-    assert not any(story.is_in_host(path) or story.is_below(path) for path in chunks_of((7, 1, 2)))
-    story.media[BUCKET].clear()
-    commit_by(story, GOOD, (7,))
-    story.finish_all()
-    assert story.answer(ask_found(story, (7, 1, 2))).held == 1
-    assert story.is_below((7,)) and not story.is_below((7, 1))
+    assert_all_is_erased(story)
 
 
 def test_what_lies_behind_a_dropped_chunk_and_is_in_use_goes_once_it_is_not():
@@ -541,12 +546,7 @@ def test_what_lies_behind_a_dropped_chunk_goes_from_disk_once_nothing_behind_it_
     read_behind(story, (7,), BAD)
     read_behind(story, (7, 1, 2))
     story.release(lookup)
-    story.finish_all()
-    assert not any(story.is_in_host(path) or story.is_below(path) for path in chunks_of((7, 1, 2)))
-    story.media[BUCKET].clear()
-    commit_by(story, GOOD, (7,))
-    story.finish_all()
-    assert story.answer(ask_found(story, (7, 1, 2))).held == 1
+    assert_all_is_erased(story)
 
 
 def test_what_lies_behind_a_dropped_chunk_is_not_put_off_by_a_write_that_fails():
