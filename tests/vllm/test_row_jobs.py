@@ -20,6 +20,8 @@ from tests.kit.server.processes import freeze, kill_server, stopped_server
 from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, WAIT_S, Rows, fill, prompt
 from tests.kit.vllm.row_patience import patient_rows
 from tiered_kv.server import protocol as m
+from tiered_kv.server.client import SessionInfo
+from tiered_kv.tiering.types import SlotId
 from tiered_kv.vllm import row_jobs
 from tiered_kv.vllm.row_jobs import PIECE_ROWS
 
@@ -394,14 +396,21 @@ def test_a_store_behind_one_that_was_given_up_ends_and_gives_its_slots_back(
     wait_for(lambda: rows.jobs.poll() or figures(rows.root)["hierarchy"]["reserved_slots"] == 0, "slots to come back")
 
 
-@through_slots
-def test_a_copy_is_made_in_its_own_sessions_arena_or_not_at_all(start: Start) -> None:
-    """Of another session the slot is somebody else's: nobody looks at the bytes of one that is sealed once more."""
+def with_a_slot(start: Start) -> tuple[Rows, SlotId, SessionInfo]:
+    """Rows whose session has taken an empty slot."""
     rows = start()
-    client, arena = rows.jobs.client, rows.jobs._arena
+    client = rows.jobs.client
     wait_for(lambda: client.poll() or client.take_slot() is not None, "a slot")
     (slot,), info = client._taken, client.info
     assert info is not None
+    return rows, slot, info
+
+
+@through_slots
+def test_a_copy_is_made_in_its_own_sessions_arena_or_not_at_all(start: Start) -> None:
+    """Of another session the slot is somebody else's: nobody looks at the bytes of one that is sealed once more."""
+    rows, slot, info = with_a_slot(start)
+    client, arena = rows.jobs.client, rows.jobs._arena
     rows.memory[0], rows.memory[1] = 3, 5
     assert arena.copy(info, slot, rows.memory[0], rows.jobs._whole, is_load=False)
     another = replace(info, generation=info.generation + 1)
@@ -414,11 +423,8 @@ def test_a_copy_is_made_in_its_own_sessions_arena_or_not_at_all(start: Start) ->
 
 @through_slots
 def test_an_arena_stays_mapped_while_something_copies_and_no_longer(start: Start) -> None:
-    rows = start()
-    client, arena = rows.jobs.client, rows.jobs._arena
-    wait_for(lambda: client.poll() or client.take_slot() is not None, "a slot")
-    (slot,), info = client._taken, client.info
-    assert info is not None
+    rows, slot, info = with_a_slot(start)
+    arena = rows.jobs._arena
     with pytest.raises(ValueError, match="broadcast"):
         arena.copy(info, slot, rows.memory[0, :10], rows.jobs._whole, is_load=False)
     is_in, go_on = threading.Event(), threading.Event()

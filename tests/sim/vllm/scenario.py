@@ -469,17 +469,12 @@ def _restart(world: _World) -> None:
 def _end_engine(world: _World) -> None:
     """Judge an engine at rest, and add up what it did."""
     engine, outcome = world.engine, world.outcome
-    asked = {name: tokens for name, tokens in world.limits.items() if name in engine.answers}
-    outcome.wrong += engine.findings.wrong + unanswered(engine, asked, world.aborted) + leaks(engine)
+    _judge_answers(world)
+    outcome.wrong += leaks(engine)
     outcome.wrong += engine.accounts.wrong()
     outcome.wrong += server_leaks(engine, world.root)
     outcome.counts.update(engine.connector._scheduler.side.counters)
     outcome.counts.update(
-        requests=len(engine.answers),
-        preemptions=engine.preemptions,
-        checked_tokens=engine.findings.checked_tokens,
-        wrong_tokens=engine.findings.wrong_tokens,
-        wrong_answers=engine.findings.wrong_answers,
         accepted_drafts=engine.findings.accepted_drafts,
         rejected_drafts=engine.findings.rejected_drafts,
         checked_draft_tokens=engine.findings.checked_draft_tokens,
@@ -561,9 +556,15 @@ def _replace_weights_below_offloading(world: _World) -> None:
 
 def _judge_offloading(world: _World) -> None:
     """Judge an engine at rest: what it answered, and what vLLM and the tier still hold."""
+    _judge_answers(world)
+    world.outcome.wrong += offloading_leaks(world.engine)
+
+
+def _judge_answers(world: _World) -> None:
+    """Judge what an engine answered, by either door, and add up how much it was."""
     engine, outcome = world.engine, world.outcome
     asked = {name: tokens for name, tokens in world.limits.items() if name in engine.answers}
-    outcome.wrong += engine.findings.wrong + unanswered(engine, asked, world.aborted) + offloading_leaks(engine)
+    outcome.wrong += engine.findings.wrong + unanswered(engine, asked, world.aborted)
     outcome.counts.update(
         requests=len(engine.answers),
         preemptions=engine.preemptions,
