@@ -1,7 +1,7 @@
 """What a peer is worth to a real vLLM: time to the first token from a peer, from a bucket and computed; and what a door
 that gives all it can costs the engine beside it.
 
-    python benchmarks/peer_engines.py [--repeats N] [--tokens N] [--pairs N]
+    python benchmarks/peer_engines.py [--repeats N] [--tokens N] [--turns N]
 
 Engines on CPU with the demo's model, each an engine core in a process of its own, with a server and a directory of its
 own.
@@ -11,15 +11,14 @@ own.
            host memory (peer, memory), then from its disk (peer, disk), with its own memory and disk emptied before
            each. In the same turn an engine over a real S3 server, emptied in the same way, answers them (bucket). The
            first token has to be the computed one's, and its log-probability within 0.1.
-``door``   seconds of batches on an engine that has the first core to itself, in pairs: while its door has nothing to
-           do, and while a reader takes what it gives, all of it from disk or all of it from host memory. Door, cache
-           server and reader share the other core, so that what is measured is what they do to the engine, not the cores
+``door``   seconds of batches on an engine that has the first core to itself, three in turns: while its door has nothing
+           to do (idle); while a reader takes what it gives (busy), all of it from disk or all of it from host memory;
+           and while nothing of ours is at work, but OpenSSL's own client reads from OpenSSL's own server (openssl):
+           what that costs the engine is the machine's, its memory and its caches. Door, cache server and reader, or
+           OpenSSL's two, share the other core, so that what is measured is what they do to the engine, not the cores
            they take. The reader throws away what it gets, piece by piece: a real one is on another machine, and puts
-           nothing into this one's caches. The ratio is busy / idle. ``server`` is the CPU time of the cache server for
-           each chunk given.
-           ``openssl`` is the same with nothing of ours at work: OpenSSL's own client reads from OpenSSL's own server on
-           the other core. What that costs the engine is the machine's: its memory, its caches. Seconds are medians
-           (least to most).
+           nothing into this one's caches. Seconds are medians (least to most), ratios medians of the turns with their
+           95 % interval. ``server`` is the CPU time of the cache server for each chunk given.
 
 Prints two tables, then JSON. Everything is on one machine, over loopback.
 """
@@ -31,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -43,7 +42,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
 from end_to_end import evict, interval  # noqa: E402  # beside this script
-from peers import openssl_files  # noqa: E402
+from peers import cpu_s, openssl_files  # noqa: E402
 from serving import ServedEngine, Timed, build_model_once, prompts, served, warm_up  # noqa: E402
 
 from tests.kit.ports import free_port  # noqa: E402
@@ -64,6 +63,8 @@ PIECE_BYTES = 256 << 10
 CONTROL_BYTES = 64 << 20
 CONTROL_STARTS_S = 0.5
 CHUNK_TOKENS = 256
+STATES = ("idle", "busy", "openssl")
+COMPARED = (("busy", "idle"), ("openssl", "idle"), ("busy", "openssl"))
 
 
 def same(timed: Timed, computed: Timed) -> Timed:
@@ -213,12 +214,6 @@ def blobs_below(root: Path) -> dict[BlobName, int]:
     return sizes
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def pin(pid: int, core: int) -> None:
     """Keep a process, with all its threads, to one core."""
     for thread in os.listdir(f"/proc/{pid}/task"):
@@ -231,14 +226,14 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def measure_door(work: Path, key: Path, pairs: int, source: str) -> dict[str, Any]:
-    """Seconds of batches with an idle door and with one that gives from ``disk`` or ``memory``; or the control."""
+def measure_door(work: Path, key: Path, turns: int, source: str) -> dict[str, Any]:
+    """Seconds of batches beside an idle door, beside one that gives from ``disk`` or ``memory``, and beside OpenSSL."""
     engine_core, other_core = sorted(os.sched_getaffinity(0))[:2]
     root, listen = work / f"door-{source}", f"127.0.0.1:{free_port()}"
     gives = {"storage_uri": f"file://{root}", "peer_listen": listen, "peer_key_file": str(key), **LIMITS}
-    seconds: dict[str, list[float]] = {"idle": [], "busy": []}
-    server_s = {"idle": 0.0, "busy": 0.0}
-    given = list[int]()
+    seconds: dict[str, list[float]] = {state: [] for state in STATES}
+    server_s = dict.fromkeys(STATES, 0.0)
+    given: dict[str, list[int]] = {state: [] for state in STATES}
     os.sched_setaffinity(0, {engine_core})  # what is started now inherits it
     try:
         with served(work / f"door-{source}.log", gives) as engine:
@@ -252,38 +247,44 @@ def measure_door(work: Path, key: Path, pairs: int, source: str) -> dict[str, An
             if source == "memory":  # the server still has it there, and so the door does not find it on disk
                 for path in blob_files(root):
                     path.unlink()
-            fresh = iter(prompts(2, 2 * BATCH * pairs, BATCH_TOKENS))
-
-            def taking() -> AbstractContextManager[list[int]]:
-                return openssl(work) if source == "openssl" else reader(listen, FleetKey.read(key), sizes)
-
-            for number in range(pairs):
-                for state in ("idle", "busy") if number % 2 else ("busy", "idle"):
+            fresh = iter(prompts(2, len(STATES) * BATCH * turns, BATCH_TOKENS))
+            beside: dict[str, Callable[[], AbstractContextManager[list[int]]]] = {
+                "idle": lambda: nullcontext([]),
+                "busy": lambda: reader(listen, FleetKey.read(key), sizes),
+                "openssl": lambda: openssl(work),
+            }
+            for number in range(turns):
+                first = number % len(STATES)
+                for state in STATES[first:] + STATES[:first]:
                     batch = [next(fresh) for _ in range(BATCH)]
                     before_s = cpu_s(server)
-                    with nullcontext([]) if state == "idle" else taking() as got:
+                    with beside[state]() as got:
                         seconds[state].append(engine.batch_s(batch, ANSWER_TOKENS))
-                        given += got
+                        given[state] += got
                     server_s[state] += cpu_s(server) - before_s
                     wait_written(root)
-            assert given, "the door gave nothing"
+            assert given["busy"], "the door gave nothing"
             lent = figures(root)["counters"].get("loans", 0)
-            assert bool(lent) == (source == "memory"), f"it gave {lent} chunks of {len(given)} from memory"
+            assert bool(lent) == (source == "memory"), f"it gave {lent} chunks of {len(given['busy'])} from memory"
     finally:
         os.sched_setaffinity(0, {engine_core, other_core})
-    ratios = [busy / idle for idle, busy in zip(seconds["idle"], seconds["busy"], strict=True)]
-    low, high = interval(ratios)
     return {
         "source": source,
-        "pairs": pairs,
-        "idle_s": [round(at(seconds["idle"]), 3) for at in (statistics.median, min, max)],
-        "busy_s": [round(at(seconds["busy"]), 3) for at in (statistics.median, min, max)],
-        "ratio": round(statistics.median(ratios), 4),
-        "ratio_low": round(low, 4),
-        "ratio_high": round(high, 4),
-        "door_gb_per_s": round(sum(given) / 1e9 / sum(seconds["busy"]), 3),
-        "server_us_per_chunk": round(1e6 * (server_s["busy"] - server_s["idle"]) / len(given)),
+        "turns": turns,
+        **{
+            f"{state}_s": [round(at(taken), 3) for at in (statistics.median, min, max)]
+            for state, taken in seconds.items()
+        },
+        **{f"{one}_to_{other}": ratios(seconds[one], seconds[other]) for one, other in COMPARED},
+        **{f"{state}_gb_per_s": round(sum(given[state]) / 1e9 / sum(seconds[state]), 3) for state in STATES[1:]},
+        "server_us_per_chunk": round(1e6 * (server_s["busy"] - server_s["idle"]) / len(given["busy"])),
     }
+
+
+def ratios(one: list[float], other: list[float]) -> list[float]:
+    """The median of one's seconds over the other's, turn by turn, and the ends of its 95 % interval."""
+    taken = [mine / theirs for mine, theirs in zip(one, other, strict=True)]
+    return [round(value, 4) for value in (statistics.median(taken), *interval(taken))]
 
 
 def show(ttft: dict[str, Any] | None, doors: list[dict[str, Any]]) -> None:
@@ -295,21 +296,22 @@ def show(ttft: dict[str, Any] | None, doors: list[dict[str, Any]]) -> None:
             tokens = ", ".join(map(str, row["cached_tokens"]))
             print(f"| {name} | {row['ttft_ms']} | {row['least_ms']} | {row['most_ms']} | {tokens} |")
     if doors:
-        print("\n| door gives from | pairs | idle, s | busy, s | busy / idle | 95 % | GB/s | server, us a chunk |")
-        print("|---|---|---|---|---|---|---|---|")
+        columns = [f"{state}, s" for state in STATES] + [f"{one} / {other}" for one, other in COMPARED]
+        columns = ["door gives from", "turns", *columns, "GB/s, busy and openssl", "server, us a chunk"]
+        print("\n" + "| " + " | ".join(columns) + " |")
+        print("|---" * len(columns) + "|")
     for door in doors:
-        idle, busy = ("{} ({} to {})".format(*door[f"{state}_s"]) for state in ("idle", "busy"))
-        print(
-            f"| {door['source']} | {door['pairs']} | {idle} | {busy} | {door['ratio']} | "
-            f"{door['ratio_low']} to {door['ratio_high']} | {door['door_gb_per_s']} | {door['server_us_per_chunk']} |"
-        )
+        spans = [door[f"{state}_s"] for state in STATES] + [door[f"{one}_to_{other}"] for one, other in COMPARED]
+        cells = [door["source"], door["turns"], *("{} ({} to {})".format(*span) for span in spans)]
+        cells += [f"{door['busy_gb_per_s']}, {door['openssl_gb_per_s']}", door["server_us_per_chunk"]]
+        print("| " + " | ".join(map(str, cells)) + " |")
 
 
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2_080)
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=10)
     options = parser.parse_args()
     build_model_once()
     ttft, doors = None, list[dict[str, Any]]()
@@ -329,8 +331,8 @@ def main() -> None:
                     }
                     for name, timed in measure_ttft(work, key, options.repeats, options.tokens).items()
                 }
-            for source in ("disk", "memory", "openssl") if options.pairs else ():
-                doors.append(measure_door(work, key, options.pairs, source))
+            for source in ("disk", "memory") if options.turns else ():
+                doors.append(measure_door(work, key, options.turns, source))
         except BaseException:
             for log in work.glob("*.log"):
                 sys.stderr.write(log.read_text()[-4000:])

@@ -1,23 +1,25 @@
 """What a peer delivers over a link: a prefix of 32k tokens, verified, between two network namespaces.
 
-    python benchmarks/peers.py [--mib SIZES] [--chunks N] [--gbit RATES] [--readers COUNTS]
+    python benchmarks/peers.py [--mib SIZES] [--chunks N] [--gbit RATES] [--readers COUNTS] [--turns N]
 
 Needs root, ``ip`` and ``tc``. Two namespaces are joined by a veth pair, whose giving end is limited by ``tc tbf``; rate
 0 is without a limit. In one the door gives the files of a disk tier that lie in the page cache, in the other the tier
 of peers reads and verifies them, over TLS, by so many threads. ``link`` is the blobs' bits over the link's rate;
 ``cpu`` and ``door`` are the CPU seconds per GB of the reader and of the door. ``openssl`` is the roofline of one
-connection: OpenSSL's own client reads a file from OpenSSL's own server, and looks at nothing. Prints a table, then
-JSON. Everything is on one machine: both ends share its cores.
+connection: OpenSSL's own client reads a file from OpenSSL's own server, and looks at nothing. All rows of a link are
+measured in each of so many turns: medians, and the least and most of ``link``. Prints a table, then JSON. Everything is
+on one machine: both ends share its cores.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -123,7 +125,12 @@ def roofline(directory: Path, giving: str, taking: str) -> tuple[float, float, f
     inside = ["ip", "netns", "exec"]
     listen = f"openssl s_server -HTTP -accept {GIVER}:{OPENSSL_PORT} -cert cert.pem -key key.pem -tls1_3"
     with subprocess.Popen(
-        [*inside, giving, *listen.split()], cwd=files, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        [*inside, giving, *listen.split()],
+        cwd=files,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
     ) as server:
         assert server.stdout is not None
         while "ACCEPT" not in server.stdout.readline():
@@ -186,12 +193,22 @@ def row(
     }
 
 
+def medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of those of the same measurement; ``links`` has the least and the most."""
+    links = [one["link"] for one in turns if one["link"] is not None]
+    return {
+        name: statistics.median(one[name] for one in turns) if isinstance(value, float) else value
+        for name, value in turns[0].items()
+    } | {"turns": len(turns), "links": [min(links), max(links)] if links else None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--chunks", type=int, default=128, help="of 256 tokens each")
     parser.add_argument("--gbit", type=float, nargs="+", default=[2, 8, 0])
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--give", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--take", action="store_true", help=argparse.SUPPRESS)
@@ -206,7 +223,8 @@ def main() -> None:
         parser.error("namespaces need root")
     rows = []
     print(
-        f"{'what':>8} {'MiB':>4} {'Gbit/s':>7} {'readers':>8} {'s':>7} {'GB/s':>6} {'link':>6} {'cpu':>6} {'door':>6}"
+        f"{'what':>8} {'MiB':>4} {'Gbit/s':>7} {'readers':>8} {'s':>7} {'GB/s':>6} {'cpu':>6} {'door':>6} "
+        f"{'link':>6}  least to most of {options.turns}"
     )
     for mib in options.mib:
         with tempfile.TemporaryDirectory(prefix="tkv-") as name:
@@ -223,12 +241,16 @@ def main() -> None:
                 path.read_bytes()  # into the page cache: the link is measured, not the disk
             os.sync()  # what is written back meanwhile takes a core's memory and time
             for gbit in options.gbit:
-                for one in measure(directory, mib, options.chunks, gbit, options.readers):
+                turns = [
+                    list(measure(directory, mib, options.chunks, gbit, options.readers)) for _ in range(options.turns)
+                ]
+                for one in map(medians, zip(*turns, strict=True)):
                     rows.append(one)
-                    shown = [one[name] for name in ("link", "reader_cpu_s_per_gb", "door_cpu_s_per_gb")]
+                    link = "{:>6.2f}  {:.2f} to {:.2f}".format(one["link"], *one["links"]) if one["links"] else ""
                     print(
                         f"{one['what']:>8} {mib:>4} {gbit:>7g} {one['readers']:>8} {one['seconds']:>7.2f} "
-                        f"{one['gb_per_s']:>6.2f} " + " ".join(f"{'' if n is None else f'{n:.2f}':>6}" for n in shown),
+                        f"{one['gb_per_s']:>6.2f} {one['reader_cpu_s_per_gb']:>6.2f} "
+                        f"{one['door_cpu_s_per_gb']:>6.2f} {link}",
                         flush=True,
                     )
     print(json.dumps(machine("peers") | {"rows": rows}))
