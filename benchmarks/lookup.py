@@ -264,6 +264,10 @@ class Echo:
         self.near.sendall(size.to_bytes(4, "little") + back.to_bytes(4, "little") + bytes(size))
         self.near.recv(back, socket.MSG_WAITALL)
 
+    def is_answered(self) -> bool:
+        """Whether there is anything to read."""
+        return bool(select.select([self.near], [], [], 0)[0])
+
     def close(self) -> None:
         """End it."""
         self.near.close()

@@ -12,10 +12,11 @@ back. Before a load rows are zeroed, our host memory is emptied and pages are dr
 checks none.
 
 ``thread``: time in the tier's methods on the scheduler's thread, in all steps, for a prompt of 128k tokens in rows of
-256 that is found; ``--lookups N`` measures that alone, for N prompts of small rows in turns, and beside it a tier that
-does nothing, and what vLLM's own manager takes with that one. CPU seconds are of this
-process and of our server. The first repetition does not count. On ext4 without a journal a run within minutes of the
-last one pays for the files that were deleted then (docs/decisions/0045-lent-rows.md).
+256 that is found; ``--lookups N`` measures that alone, for N prompts of small rows in turns, and beside it ``nothing``,
+a tier that does nothing, what vLLM's own manager takes with that one, and ``asking``, the least that a tier can do that
+asks another process: it sends the keys to one that knows nothing, and takes any answer for all of them. CPU seconds are
+of this process and of our server. The first repetition does not count. On ext4 without a journal a run within minutes
+of the last one pays for the files that were deleted then (docs/decisions/0045-lent-rows.md).
 """
 
 import os
@@ -38,16 +39,19 @@ sys.path[:0] = [str(REPOSITORY)]
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from disk_io import drop  # noqa: E402  # beside this script
+from lookup import Echo  # noqa: E402
 
 from tests.kit.server.clients import namespace_fields  # noqa: E402
 from tests.kit.server.probe import figures, server_pid  # noqa: E402
 from tiered_kv.ops.server_link import ServerLink  # noqa: E402
+from tiered_kv.vllm.compat import key_positions  # noqa: E402
 
 ROW_TOKENS = 256
 JOB_ROWS = 32
 PROMPT_ROWS = 128 * 1024 // ROW_TOKENS
 POLL_S = 0.001
 SMALL_BYTES = 4096
+ANSWER_BYTES = 64
 COLUMNS = {
     "mib": "MiB",
     "tier": "tier",
@@ -207,6 +211,39 @@ def nothing() -> Any:
     return Nothing()
 
 
+def asking(echo: Echo) -> Any:
+    """The roofline of tiers that ask another process: a message with a prompt's keys, an answer, a hit for each."""
+    from vllm.v1.kv_offload.base import LookupResult
+
+    class Asking(type(nothing())):  # type: ignore[misc]  # vLLM is untyped here
+        def __init__(self) -> None:
+            super().__init__()
+            self._is_retry = LookupResult.RETRY
+            self._asked: list[bytes] = []
+            self._held: set[bytes] = set()
+
+        def on_new_request(self, context: Any) -> Any:
+            self._asked, self._held = [], set()
+            return super().on_new_request(context)
+
+        def lookup(self, key: Any, context: Any) -> Any:
+            if key in self._held:
+                return self._is_hit
+            if not self._asked:
+                self._asked = list(key_positions(context))
+                body = b"".join(self._asked)
+                echo.near.sendall(len(body).to_bytes(4, "little") + ANSWER_BYTES.to_bytes(4, "little") + body)
+            return self._is_retry
+
+        def get_finished_jobs(self) -> list[Any]:
+            if self._asked and not self._held and echo.is_answered():
+                echo.near.recv(ANSWER_BYTES)
+                self._held = set(self._asked)
+            return super().get_finished_jobs()
+
+    return Asking()
+
+
 def manager_ms(keys: list[bytes]) -> float:
     """Milliseconds of the scheduler's thread that vLLM's manager takes for such a prompt, with a tier of nothing.
 
@@ -358,7 +395,8 @@ def lookups(prompts: int, folder: Path) -> list[dict[str, Any]]:
     """Rows of the table for lookups alone; on a machine that others use the least says most."""
     region = Region(SMALL_BYTES, 2 * PROMPT_ROWS)
     all_drivers = list(drivers(region, folder, 2 * PROMPT_ROWS * SMALL_BYTES))
-    all_drivers.append(Driver("nothing", nothing(), folder))
+    echo = Echo()
+    all_drivers += [Driver("asking", asking(echo), folder), Driver("nothing", nothing(), folder)]
     times: dict[str, list[float]] = {one.name: [] for one in all_drivers}
     times["vLLM's manager"] = []
     for _ in range(prompts):
@@ -368,6 +406,7 @@ def lookups(prompts: int, folder: Path) -> list[dict[str, Any]]:
         times["vLLM's manager"].append(manager_ms(keys))
     for driver in all_drivers:
         driver.tier.shutdown()
+    echo.close()
     region.close()
     return [
         {"tier": name, "thread_ms": statistics.median(of_tier), "thread_least_ms": min(of_tier)}
