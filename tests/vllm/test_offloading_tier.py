@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kit.server.clients import namespace_fields
 from tiered_kv.errors import ConfigError
+from tiered_kv.vllm.identity.rows import RowIdentity
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +98,16 @@ def test_a_tier_that_joined_late_is_not_said_to_find_nothing(
 
     assert [one.success for one in tier.get_finished_jobs()] == [False]
     assert "nothing is found" not in caplog.text
+
+
+def test_an_engine_that_wakes_up_keeps_its_session(make_tier: Callable[[], Any]) -> None:
+    """VLLM 0.33 asks workers again what they are, and tells it the tier, whenever an engine has slept."""
+    tier = make_tier()
+    jobs, identity = tier._jobs, RowIdentity(namespace_fields(f"weights {type(tier).made}"), "test")
+    tier.begin([identity], f"theirs-{type(tier).made}")
+
+    assert tier._jobs is jobs
+    assert jobs.is_ready
 
 
 def test_a_shutdown_may_be_called_again(make_tier: Callable[[], Any]) -> None:

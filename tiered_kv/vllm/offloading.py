@@ -330,9 +330,14 @@ class TieredKVTier(SecondaryTierManager):
     def begin(self, identities: Collection[RowIdentity], engine_id: str) -> None:
         """The workers have said what the engine is: join the server.
 
+        From vLLM 0.33 on they are asked again when an engine wakes up. It has its session still, and its name: what was
+        stored before is not found any more if the sleep was a reset (:meth:`drain_jobs`).
+
         Raises:
             TieredKVError: With ``strict``, they cannot be served.
         """
+        if self._jobs is not None:
+            return
         first = next(iter(identities), RowIdentity(refusal="no worker has said what it serves"))
         refusal = next((one.refusal for one in identities if one.refusal), first.refusal)
         if not refusal and any(one.fields != first.fields for one in identities):
