@@ -60,7 +60,6 @@ class WorkerClient:
         self.pinned: PinnedArena | None = None
         self.pins_ahead = False
         self._told = m.Pinned(0, 0.0)
-        self._rest_ms = 0
         self._pins_from_s = 0.0
         self._lock_fd = -1
         self._leaving = threading.Lock()
@@ -146,34 +145,36 @@ class WorkerClient:
             if self._lock_fd < 0:
                 return  # left before this thread came to run
             watched.register(self._sock, select.POLLIN)  # the server has nothing more to say: this is its end
-        while not watched.poll(self._rest_ms if self._populate_some() else POPULATE_EVERY_MS):
+        while not watched.poll(self._populate_some()):
             if self._lock_fd < 0:
                 return  # left meanwhile: the number of the socket may be another file's by now
 
-    def _populate_some(self) -> bool:
-        """Map or pin one part; says whether there may be more, after ``_rest_ms``."""
-        self._rest_ms = 0
+    def _populate_some(self) -> int:
+        """Map or pin one part; returns the milliseconds to rest before the next."""
         with self._leaving:
             if self._lock_fd < 0:
-                return False
+                return POPULATE_EVERY_MS
             if self.arena.populate_some():
-                return True
+                return 0
             if self.pinned is None:
-                return False
-            if self.pins_ahead and self._pin_some(self.pinned):
-                return True
+                return POPULATE_EVERY_MS
+            if self.pins_ahead and (rest_ms := self._pin_some(self.pinned)) is not None:
+                return rest_ms
             self._tell_pinned(self.pinned)
-            return False
+            return POPULATE_EVERY_MS
 
-    def _pin_some(self, pinned: PinnedArena) -> bool:
-        """Pin a window, or go on resting after the one before: memory that comes meanwhile is mapped all the same."""
+    def _pin_some(self, pinned: PinnedArena) -> int | None:
+        """Pin a window, or go on resting after the one before: memory that comes meanwhile is mapped all the same.
+
+        Returns:
+            The milliseconds to rest; None: there is nothing to pin.
+        """
         if time.monotonic() >= self._pins_from_s:
             if not pinned.pin_some():
-                return False
+                return None
             self._pins_from_s = time.monotonic() + pinned.rest_s
         left_s = max(0.0, self._pins_from_s - time.monotonic())
-        self._rest_ms = min(math.ceil(1e3 * left_s), POPULATE_EVERY_MS)
-        return True
+        return min(math.ceil(1e3 * left_s), POPULATE_EVERY_MS)
 
     def _tell_pinned(self, pinned: PinnedArena) -> None:
         """Say what is pinned by now, if that has changed; later where the server does not read."""
