@@ -5,7 +5,6 @@ Owned by the server (or by an in-process cache), mapped by every worker. A slab 
 Knows nothing of slots' contents or states (``tiering/slots.py``) and nothing of torch.
 """
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -209,14 +208,11 @@ class Arena:
 
     def forget_after_fork(self) -> None:
         """In a child of this process: have none of the memory, which would live as long as the child does."""
-        for view in self._views:
-            view.release()
-        for slab in self._maps:
-            with contextlib.suppress(BufferError):  # somebody's view, which goes with the child
-                slab.close()
-        self._maps, self._views = [], []
         while self.slab_fds:
-            os.close(self.slab_fds.pop())
+            try:
+                self.close()
+            except BufferError:  # somebody's view, which goes with the child
+                self._maps.pop()
 
 
 def _check_slab(fd: int) -> None:
