@@ -48,6 +48,7 @@ from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.types import (
     LeaseEnd,
+    LoadDamaged,
     LookupAnswer,
     LookupUpdate,
     RowsEnded,
@@ -787,8 +788,8 @@ class Sessions:
                 tell_lookup(self._engine, group, told, answer)
                 if answer.is_done and told.is_question:
                     self._release(group, (session, lookup))  # its client does not say so
-            case LeaseEnd(session, lookup, is_claimed) if (session, lookup) in group.by_engine:
-                if not is_claimed:
+            case LeaseEnd(session, lookup) | LoadDamaged(session, lookup) if (session, lookup) in group.by_engine:
+                if isinstance(update, LeaseEnd):
                     group.ending.append((session, lookup))
                 group.scheduler.send(m.Ended(group.by_engine[session, lookup].client_id))
             case TierEvents(session) if session == current and group.is_ready:

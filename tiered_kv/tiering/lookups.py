@@ -27,6 +27,7 @@ from tiered_kv.tiering.types import (
     Arrival,
     LeaseEnd,
     Limits,
+    LoadDamaged,
     LookupAnswer,
     LookupUpdate,
     Outcome,
@@ -117,7 +118,7 @@ class Lookups:
         self._counters = outbox.counters
         self._hit_stats = hit_stats
         self._last_id = 0
-        self._ends: list[LeaseEnd] = []
+        self._ends: list[LeaseEnd | LoadDamaged] = []
         self.line = LeaseQueue(host, lambda: int(host.slots.limit_bytes * limits.leased_share))
 
     def __len__(self) -> int:
@@ -129,7 +130,7 @@ class Lookups:
     def get(self, lookup_id: int) -> Lookup | None:
         return self._lookups.get(lookup_id)
 
-    def take_updates(self, *, with_progress: bool = True) -> list[LookupUpdate | LeaseEnd]:
+    def take_updates(self, *, with_progress: bool = True) -> list[LookupUpdate | LeaseEnd | LoadDamaged]:
         """One message per lookup that changed since the last call; suspended sessions are told nothing.
 
         Without progress those are left for a later call that have but a few more chunks ready, and wait for others.
@@ -381,7 +382,7 @@ class Lookups:
         ]
         claimed = [one for one in relying if one.is_claimed]
         self._counters["lease_damaged"] += len(claimed)
-        self._ends += [LeaseEnd(one.session.id, one.id, is_claimed=True) for one in claimed]
+        self._ends += [LoadDamaged(one.session.id, one.id) for one in claimed]
         self.end_leases([one for one in relying if not one.is_claimed], "lease_damaged")
 
     def close(self, lookup: Lookup, *, is_asked_anew: bool = False) -> None:

@@ -268,15 +268,18 @@ class LeaseEnd:
 
     Its slots stay as they are until :meth:`~tiered_kv.tiering.tiering.Tiering.release`: whoever passes this on
     calls that, once the session is sure to read this before anything it could read in those slots later.
-
-    Attributes:
-        is_claimed: A load may be running, of bytes that are known to be damaged now: nothing of it counts. Its session
-            releases it, as it would have.
     """
 
     session: int
     lookup: int
-    is_claimed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDamaged:
+    """A load that may be running reads damaged bytes: nothing of it counts. Its session releases it, as ever."""
+
+    session: int
+    lookup: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +336,7 @@ class RowsEnded:
     elsewhere: tuple[int, ...]
 
 
-Update = LookupUpdate | LeaseEnd | SlotGrant | SlotRecall | TierEvents | RowsEnded
+Update = LookupUpdate | LeaseEnd | LoadDamaged | SlotGrant | SlotRecall | TierEvents | RowsEnded
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ bytes: a slot's content is the key that was last sealed or read into it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,11 +26,13 @@ from tiered_kv.tiering.types import (
     Grow,
     Job,
     LeaseEnd,
+    LoadDamaged,
     LookupAnswer,
     LookupUpdate,
     Outcome,
     Probe,
     Read,
+    RemovalCount,
     Seal,
     SlotGrant,
     SlotId,
@@ -132,6 +134,12 @@ class World:
         self.media[tier][record.key] = Blob.GOOD
         self._believed[tier].add(record.key)
         self.tiering.restore(tier, record, size_bytes)
+
+    def remove(self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool) -> RemovalCount:
+        """An operator removes chunks from one tier, in one step of ours."""
+        *_, count = self.tiering.removing(tier, namespace, keys, leaves_holes=leaves_holes)
+        assert count is not None, "a removal ended without its count"
+        return count
 
     def open(self, space: Space) -> int:
         session = self.tiering.open_session(space.namespace, space.slot_bytes)
@@ -264,13 +272,13 @@ class World:
                     for slot in [slot for slot in slots if slot in self.credits[session]]:
                         self.credits[session].remove(slot)
                         self.tiering.give_back(session, slot)
-                case LeaseEnd(session, lookup, is_claimed):
-                    assert is_claimed == (lookup in self.claimed), "the leases of a running load end"
-                    if is_claimed:
-                        assert session not in self.suspended, "a lost client was told something"
-                        self.worthless.add(lookup)
-                    else:
-                        self._end_lease(session, lookup)
+                case LeaseEnd(session, lookup):
+                    assert lookup not in self.claimed, "the leases of a running load end"
+                    self._end_lease(session, lookup)
+                case LoadDamaged(session, lookup):
+                    assert lookup in self.claimed, "the leases of what waits go on"
+                    assert session not in self.suspended, "a lost client was told something"
+                    self.worthless.add(lookup)
                 case TierEvents():
                     self.moves.append(update)
         self.check()
