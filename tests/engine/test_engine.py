@@ -291,7 +291,8 @@ def test_few_tasks_seal_many_chunks_and_make_way_for_reads(memory, monkeypatch):
     world = EngineWorld(memory, host_bytes=120 * BLOB_BYTES, limits=Limits(credit_share=0.5))
     session = started(world)
     world.store(session, (0,))
-    assert world.tiering.remove(0, b"", None, leaves_holes=True).removed == 1
+    *_, count = world.tiering.removing(0, b"", None, leaves_holes=True)
+    assert count is not None and count.removed == 1
     perform = world.engine._performer.perform
 
     def slowly(job):

@@ -192,7 +192,7 @@ def test_what_is_stored_in_a_slot_is_read_into_a_row_and_the_other_way_round(wor
     assert world.until(*world.load(((7,), 3))) == ["elsewhere"], "it is in host memory"
     while world.tiering.pending_writes:
         world.step()
-    world.tiering.remove(0, SPACE.namespace, None, leaves_holes=True)
+    list(world.tiering.removing(0, SPACE.namespace, None, leaves_holes=True))
     assert world.until(*world.load(((7,), 3))) == ["good"]
     assert world.row(3) == world.content((7,))
     assert world.until(*world.store(((7,), 4))) == ["good"], "it is held"

@@ -164,7 +164,7 @@ def test_an_answer_before_a_hole_is_asked_for_when_a_chunk_fills_it():
     story.finish_all()
     story.flush_host(avoid=NEXT)
     gone = [SMALL.key(chunk) for chunk in chunks_of(NEXT)[2:4]]
-    assert story.tiering.remove(1, SMALL.namespace, gone, leaves_holes=True).removed == 2
+    assert story.remove(1, SMALL.namespace, gone, leaves_holes=True).removed == 2
     story.finish_all()
     assert story.commit(story.session, NEXT[:3], is_answer=True)
     story.finish_all()
@@ -202,7 +202,7 @@ def test_a_tail_that_is_left_alone_makes_no_prompt_of_the_answer_before_it():
     story = Story()
     answer(story)
     assert story.commit_tail(story.session, ANSWERED, "a", 3)
-    assert story.tiering.remove(0, SMALL.namespace, [SMALL.key(ANSWERED)], leaves_holes=False).removed == 1
+    assert story.remove(0, SMALL.namespace, [SMALL.key(ANSWERED)], leaves_holes=False).removed == 1
     assert story.commit(story.session, ANSWERED, is_answer=True)
     story.finish_all()
     assert story.entry(ANSWERED).children and not story.is_below(ANSWERED)

@@ -37,7 +37,7 @@ def test_what_is_remembered_of_a_shared_tier_is_bounded_leaves_first(monkeypatch
     assert (flow.chunks, dict(flow.removed)) == (4, {"forgotten": 2})
     assert remembered(story, (1,), (1, 2), (3,), (4,), (5,), (6,)) == [False, False, True, True, True, True]
     assert all(story.is_below(path) for path in [(1,), (1, 2)]), "nothing is deleted"
-    story.tiering.remove(HOST, b"", None, leaves_holes=False)
+    story.remove(HOST, b"", None, leaves_holes=False)
     assert story.entry((1,)) is None and story.entry((3,)) is not None
     lookup = story.ask((1, 2))
     story.finish_all()
@@ -49,7 +49,7 @@ def test_a_blob_of_a_shared_tier_is_not_forgotten_while_it_is_read_or_one_behind
     story = Story(is_last_shared=True)
     story.store((1,))
     story.store((2,))
-    story.tiering.remove(HOST, b"", None, leaves_holes=False)
+    story.remove(HOST, b"", None, leaves_holes=False)
     lookups = [story.ask((1,)), story.ask((2,))]
     assert len(story.waiting(Read)) == 2
     story.commit_prefix((3, 4))

@@ -79,7 +79,7 @@ def test_a_prefix_whose_bad_blobs_in_a_bucket_are_deleted_is_uploaded_whole_whic
     story = Story(capacities=(None, None), is_last_shared=True)
     story.store(PREFIX)
     for tier in (HOST, 1):
-        story.tiering.remove(tier, SMALL.namespace, None, leaves_holes=True)
+        story.remove(tier, SMALL.namespace, None, leaves_holes=True)
         story.finish_all()
     for path in chunks_of(PREFIX):
         story.damage(2, SMALL.key(path), Blob.CORRUPT)
@@ -258,7 +258,7 @@ def test_a_blob_that_an_operator_removed_and_that_could_not_be_deleted_is_not_up
     story = Story(capacities=(None, None), is_last_shared=True)
     story.tiering.set_readable(2, False)
     story.store((1,))
-    story.tiering.remove(1, SMALL.namespace, [SMALL.key((1,))], leaves_holes=False)
+    story.remove(1, SMALL.namespace, [SMALL.key((1,))], leaves_holes=False)
     story.step()
     story.end_every(Delete, fault=Outcome.UNAVAILABLE)
     story.tiering.set_readable(2, True)

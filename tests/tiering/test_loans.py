@@ -36,10 +36,10 @@ def test_an_operator_removes_no_chunk_that_is_lent():
     story.store(PROMPT)
     loan = lend(story, (1,))
     assert isinstance(loan, SlotLoan)
-    count = story.tiering.remove(HOST, SMALL.namespace, None, leaves_holes=False)
+    count = story.remove(HOST, SMALL.namespace, None, leaves_holes=False)
     assert (count.removed, count.kept) == (2, 1)
     story.tiering.end_loan(loan.id)
-    assert story.tiering.remove(HOST, SMALL.namespace, None, leaves_holes=False).removed == 1
+    assert story.remove(HOST, SMALL.namespace, None, leaves_holes=False).removed == 1
 
 
 def test_what_is_not_sealed_or_not_here_or_of_another_namespace_is_not_lent():

@@ -82,7 +82,7 @@ def test_what_is_erased_between_two_parts_is_not_promised(story: Story) -> None:
     told = len(story.answer(lookup).slots)
     assert told < 5
     for path in reversed(chunks_of(LONG)[4:]):
-        story.tiering.remove(HOST + 1, SMALL.namespace, [SMALL.key(path)], leaves_holes=False)
+        story.remove(HOST + 1, SMALL.namespace, [SMALL.key(path)], leaves_holes=False)
     story.finish_all()
     assert story.figures(lookup) == (4, 4, 4, True)
     assert story.tiering.usage()["leased_bytes"] == 4 * SMALL.slot_bytes
@@ -159,7 +159,7 @@ def test_a_tail_that_is_removed_between_two_parts_is_given_up(story: Story) -> N
     lookup = story.lookup(story.session, LONG, wants_tails=True)
     story.step()
     assert len(story.answer(lookup).slots) < len(LONG) and story.answer(lookup).tails
-    story.tiering.remove(HOST + 1, SMALL.namespace, [SMALL.tail(LONG, "a").key], leaves_holes=False)
+    story.remove(HOST + 1, SMALL.namespace, [SMALL.tail(LONG, "a").key], leaves_holes=False)
     go_on(story)
     story.finish_all()
     assert story.figures(lookup) == (6, 6, 6, True) and story.answer(lookup).tails == ()
@@ -222,7 +222,7 @@ def test_one_whose_chunks_are_lost_while_it_looks_for_room_ends(monkeypatch: pyt
     first = sum(story.is_in_host(path) for path in chunks_of(LONG))
     assert first < 6 and story.tiering._promotions.wants_turn, "it did not meet what is held"
     for path in reversed(chunks_of(LONG)[first:]):
-        story.tiering.remove(HOST + 1, SMALL.namespace, [SMALL.key(path)], leaves_holes=True)
+        story.remove(HOST + 1, SMALL.namespace, [SMALL.key(path)], leaves_holes=True)
     go_on(story)
     story.finish_all()
     assert story.figures(lookup) == (first, first, first, True)
@@ -264,7 +264,7 @@ def test_a_chunk_that_is_stored_again_between_two_parts_needs_no_read(story: Sto
     lookup = story.ask(LONG)
     lost = LONG[:5]
     for path in (LONG, lost):
-        story.tiering.remove(HOST + 1, SMALL.namespace, [SMALL.key(path)], leaves_holes=False)
+        story.remove(HOST + 1, SMALL.namespace, [SMALL.key(path)], leaves_holes=False)
     other = story.open(SMALL)
     while not story.credits[other]:
         for place in reversed(range(len(story.jobs))):

@@ -174,7 +174,7 @@ def test_a_state_whose_last_chunks_were_evicted_is_found_by_those_before_them():
     story.store(LONG)
     told(story, LONG)
     for tier in (0, 1):
-        story.tiering.remove(tier, SMALL.namespace, [SMALL.key(LONG)], leaves_holes=False)
+        story.remove(tier, SMALL.namespace, [SMALL.key(LONG)], leaves_holes=False)
         story.finish_all()
     sparse = [SMALL.key(LONG), SMALL.key((1, 2))]
     known = story.tiering.known_prefix(sparse, ALICE)

@@ -556,7 +556,7 @@ def test_an_upload_that_is_put_off_after_the_disk_lost_the_chunk_is_given_up_wit
         story.commit_prefix(path)
     space = story.spaces[story.session]
     finish_all_but_uploads(story)
-    story.tiering.remove(HOST, space.namespace, None, leaves_holes=False)
+    story.remove(HOST, space.namespace, None, leaves_holes=False)
     story.damage(1, space.key(path[:1]), None)
     story.ask(path[:1])
     story.end(Read)
@@ -579,7 +579,7 @@ def test_an_upload_that_is_put_off_after_the_chunk_before_it_was_lost_waits_for_
     finish_all_but_uploads(story)
     story.end(Copy)
     for tier in (1, 2):  # the first chunk's file is damaged, and its object was evicted by others
-        story.tiering.remove(HOST, SMALL.namespace, [SMALL.key((1,))], leaves_holes=True)
+        story.remove(HOST, SMALL.namespace, [SMALL.key((1,))], leaves_holes=True)
         story.damage(tier, SMALL.key((1,)), None)
         story.ask((1,))
         story.end(Read)

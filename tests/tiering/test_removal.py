@@ -12,7 +12,7 @@ DISK = 1
 def remove(story, tier, *paths, holes=False, space=SMALL):
     """Remove chunks, or without any the whole namespace; then let jobs wait, and check everything."""
     keys = [space.key(path) for path in paths] or None
-    counts = story.tiering.remove(tier, space.namespace, keys, leaves_holes=holes)
+    counts = story.remove(tier, space.namespace, keys, leaves_holes=holes)
     story.step()
     story.check()
     return counts
@@ -60,8 +60,8 @@ def test_only_the_named_namespace_is_removed_and_none_means_all():
     story.store((1,), large)
     assert remove(story, HOST, (1,), space=LARGE) == (1, 0, 0)
     assert story.is_in_host((1,)) and not story.is_in_host((1,), LARGE)
-    assert story.tiering.remove(DISK, SMALL.namespace, [LARGE.key((1,))], leaves_holes=True) == (0, 0, 1)
-    assert story.tiering.remove(DISK, b"", None, leaves_holes=False) == (2, 0, 0)
+    assert story.remove(DISK, SMALL.namespace, [LARGE.key((1,))], leaves_holes=True) == (0, 0, 1)
+    assert story.remove(DISK, b"", None, leaves_holes=False) == (2, 0, 0)
     story.finish_all()
     assert not story.media[1]
 

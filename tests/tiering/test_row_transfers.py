@@ -405,7 +405,7 @@ def test_what_a_read_found_before_its_chunk_was_written_again_says_nothing_of_th
     rows.store((1,))
     rows.end_every(WriteRow)
     (load,) = rows.load((1,))
-    rows.tiering.remove(1, SMALL.namespace, [SMALL.record((1,)).key], leaves_holes=True)
+    list(rows.tiering.removing(1, SMALL.namespace, [SMALL.record((1,)).key], leaves_holes=True))
     rows.step()
     rows.end_every(Delete)
     if is_row:
@@ -416,7 +416,7 @@ def test_what_a_read_found_before_its_chunk_was_written_again_says_nothing_of_th
     rows.end(rows.waiting(ReadRow)[0], outcome)
     assert rows.told([load]) == ["bad"] and rows.is_below((1,)) and not rows.waiting(Delete)
     assert rows.tiering.tier_usage(1).used_bytes == SMALL.slot_bytes
-    rows.tiering.remove(0, SMALL.namespace, None, leaves_holes=True)
+    list(rows.tiering.removing(0, SMALL.namespace, None, leaves_holes=True))
     (load,) = rows.load((1,))
     rows.end(rows.waiting(ReadRow)[0], outcome)
     assert rows.told([load]) == ["bad"] and not rows.is_below((1,)), "a read of what is there now counts"

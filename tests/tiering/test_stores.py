@@ -390,7 +390,7 @@ def test_a_write_that_was_put_off_waits_for_no_seal_where_its_chunk_is_being_rea
     story.commit_prefix((1, 2))
     story.end_every(Seal)
     keys = [SMALL.key(chunk) for chunk in chunks_of((1, 2))]
-    assert story.tiering.remove(0, SMALL.namespace, keys, leaves_holes=True).removed == 2
+    assert story.remove(0, SMALL.namespace, keys, leaves_holes=True).removed == 2
     lookup = story.ask((1, 2))
     assert len(story.waiting(Read)) == 2 and story.tiering.pending_writes == 2
     story.tiering.set_readable(1, True)
@@ -405,14 +405,14 @@ def test_a_write_that_was_put_off_waits_for_no_seal_where_its_chunk_is_being_rea
 def test_a_chunk_that_was_stored_over_a_bad_blob_and_left_is_written_once_it_is_read_again():
     story = Story(capacities=(None, None), found_behind=[(1,)])
     story.store((1,))
-    story.tiering.remove(0, SMALL.namespace, [SMALL.key((1,))], leaves_holes=True)
+    story.remove(0, SMALL.namespace, [SMALL.key((1,))], leaves_holes=True)
     story.damage(1, SMALL.key((1,)), Blob.CORRUPT)
     story.release(story.ask((1,)))
     story.end(Read)
     assert story.waiting(Delete) and story.commit(story.session, (1,))
     story.step()
     story.end_every(Seal)
-    story.tiering.remove(0, SMALL.namespace, [SMALL.key((1,))], leaves_holes=True)
+    story.remove(0, SMALL.namespace, [SMALL.key((1,))], leaves_holes=True)
     lookup = story.ask((1,))
     assert story.waiting(Read) and story.waiting(Delete)
     story.end(Delete)

@@ -138,7 +138,7 @@ def test_an_operator_removes_tails_with_their_namespace_and_nothing_else_knows_t
     story = TailStory()
     story.store(PROMPT)
     story.keep(PROMPT, "a")
-    assert story.tiering.remove(HOST, SMALL.namespace, None, leaves_holes=False).removed == 4
+    assert story.remove(HOST, SMALL.namespace, None, leaves_holes=False).removed == 4
     assert story.count == 0
 
 

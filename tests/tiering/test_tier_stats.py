@@ -85,8 +85,8 @@ def test_a_blob_that_cannot_be_deleted_is_kept():
 def test_an_operator_removes():
     story = Story()
     story.store(PREFIX)
-    story.tiering.remove(HOST, b"", None, leaves_holes=False)
-    story.tiering.remove(1, b"", None, leaves_holes=False)
+    story.remove(HOST, b"", None, leaves_holes=False)
+    story.remove(1, b"", None, leaves_holes=False)
     story.finish_all()
     assert (left(story, HOST), left(story, 1)) == ({"removed": 3}, {"removed": 3})
 
@@ -122,8 +122,8 @@ def test_who_watches_is_told_what_comes_and_goes_in_its_namespace():
     story.store(PREFIX[:1], other)
     assert told(story) == [(HOST, True, 1), (1, True, 1)]
     assert story.entry(PREFIX[:1], LARGE) is not None
-    story.tiering.remove(1, SMALL.namespace, None, leaves_holes=False)
-    story.tiering.remove(HOST, SMALL.namespace, None, leaves_holes=False)
+    story.remove(1, SMALL.namespace, None, leaves_holes=False)
+    story.remove(HOST, SMALL.namespace, None, leaves_holes=False)
     story.finish_all()
     assert told(story) == [(1, False, 1), (HOST, False, 1)]
 
@@ -154,7 +154,7 @@ def test_what_waits_to_be_told_is_bounded(monkeypatch: pytest.MonkeyPatch):
     story = Story()
     story.store(PREFIX)
     story.tiering.stats.watch(story.session, SMALL.namespace)
-    story.tiering.remove(1, b"", None, leaves_holes=False)
+    story.remove(1, b"", None, leaves_holes=False)
     story.step()
     assert told(story) == [(1, False, 2), (0, False, 0)], "and that some are lost"
     assert story.tiering.stats.undelivered == 1

@@ -627,16 +627,10 @@ class Tiering:
         """The session fills slots again."""
         self._sessions[session_id].is_resting = False
 
-    def remove(self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool) -> RemovalCount:
-        """Remove chunks from one tier because an operator said so, at once."""
-        *_, count = self.removing(tier, namespace, keys, leaves_holes=leaves_holes)
-        assert count is not None, "a removal ended without its count"
-        return count
-
     def removing(
         self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool
     ) -> Iterator[RemovalCount | None]:
-        """The same in steps; see :func:`removal.removing`."""
+        """Remove chunks from one tier because an operator said so; see :func:`removal.removing`."""
         return removing(self.index, self._tier(tier), namespace, keys, leaves_holes=leaves_holes)
 
     def erasing(self, tier: int, namespace: bytes, tag: bytes) -> Iterator[RemovalCount | None]:

@@ -186,18 +186,19 @@ class Mishaps:
         keys = [one.record.key for one in prefix(space, path) if one.record.key not in kept]
         node.acknowledged.difference_update(keys)  # unpinned a moment ago
         tiers = [HOST] if node.disk is None else [HOST, 1]  # never a shared one
-        tiering = node.engine.tiering
-        tiering.remove(
-            tiers[pick // 64 % len(tiers)], chunk(space, path).record.namespace, keys, leaves_holes=bool(pick & 1)
-        )
-        node.wake()
+        _remove(node, tiers[pick // 64 % len(tiers)], space, keys, leaves_holes=bool(pick & 1))
 
     def _clear_host(self, node: Node, pick: int) -> None:
         """Everything that may leave host memory leaves it."""
         del pick
         for space in sorted({client.space for client in self._clients}):
-            node.engine.tiering.remove(HOST, chunk(space, (0,)).record.namespace, None, leaves_holes=True)
-        node.wake()
+            _remove(node, HOST, space, None, leaves_holes=True)
+
+
+def _remove(node: Node, tier: int, space: str, keys: list[bytes] | None, *, leaves_holes: bool) -> None:
+    for _ in node.engine.tiering.removing(tier, chunk(space, (0,)).record.namespace, keys, leaves_holes=leaves_holes):
+        pass
+    node.wake()
 
 
 def _prefix_of(key: bytes) -> tuple[Chunk, ...]:
