@@ -89,7 +89,7 @@ def sizes_of(text: str) -> Sizes:
     try:
         gpu, host, disk = (int(float(part.rstrip("kM")) * {"k": 1e3, "M": 1e6}.get(part[-1], 1)) for part in parts[:3])
     except (ValueError, IndexError):
-        gpu = 0
+        gpu = host = disk = 0
     if gpu <= 0 or len(parts) != 3 + has_bucket:
         raise argparse.ArgumentTypeError(
             f"sizes should be GPU,HOST,DISK or GPU,HOST,DISK,bucket in tokens, not {text!r}"

@@ -267,6 +267,7 @@ def measure(
         "logits_processors": [FORCED],
         **system.options,
     }
+    pid: int | None = None
     with running(model, ours, **options) as llm:
         taken = replay(llm, sessions, forgets=ours is not None, zeroes=system.zeroes)
         row: dict[str, Any] = {
@@ -280,7 +281,7 @@ def measure(
             told, pid = figures(root), server_pid(root)
             row |= {name: told["counters"].get(name, 0) for name in ("answers", "answers_asked")}
             row["tails"] = told["counters"].get("tail_stored", 0)
-    if ours is not None:
+    if pid is not None:
         end_softly(pid)  # it writes tails only now
         tails = [tail_tokens(bytes.fromhex(path.stem)) > 0 for path in blob_files(root)]
         row |= {"chunks_written": tails.count(False), "tails_written": tails.count(True)}

@@ -7,7 +7,7 @@ of its own, and scheduler and worker share this one, as they do in vLLM on one d
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +103,7 @@ class BareEngine:
         """A request that was just received; its block hashes are vLLM's own work."""
         return Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=self._hasher)
 
-    def step(self, scheduled: dict[str, int], tables: dict[str, Sequence[int]]) -> int:
+    def step(self, scheduled: dict[str, int], tables: Mapping[str, Sequence[int]]) -> int:
         """One step in which these requests compute so many tokens: returns how many jobs the worker was given."""
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,

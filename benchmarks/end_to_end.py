@@ -166,7 +166,7 @@ def main() -> None:
         work = Path(directory)
         root = work / "cache"
         place = s3_place(s3, "end-to-end")
-        connector = {"storage_uri": place.uri, "storage_options": place.options}
+        connector: dict[str, Any] = {"storage_uri": place.uri, "storage_options": place.options}
         connector |= {"disk_path": str(root), "disk_bytes": "4GiB", "host_bytes": "2GiB", "strict": True}
         log = work / "engines.log"
         try:

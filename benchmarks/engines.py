@@ -88,7 +88,8 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=40, help="of each case and number of engines")
     options.add_argument("--seconds", type=float, default=10.0, help="of doing nothing")
     given = options.parse_args()
-    rows, others = [], []
+    rows: list[dict[str, Any]] = []
+    others: list[BareEngine] = []
     with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as work:
         node = Node(Path(work) / "cache", given.chunks, TOKENS)
         try:

@@ -35,14 +35,14 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY)]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "demo")]
 
 import torch  # noqa: E402
+from asking import wait_for_server_end  # noqa: E402
 from bench_report import finish, machine, parser, table  # noqa: E402  # beside this script
 
 from tiered_kv.testing.model import LLAMA_8B, TINY, ModelShape, describe_model  # noqa: E402
 from tools.gpu_e2e.modes import CPU, CUDA, DEVICE_ENVIRONMENT, ENVIRONMENT, OPTIONS, connector  # noqa: E402
-from tools.gpu_e2e.runner import wait_for_server_end  # noqa: E402
 from tools.gpu_proof.runner import python_path  # noqa: E402
 
 SHAPES = {"llama-8b": LLAMA_8B, "tiny": TINY}

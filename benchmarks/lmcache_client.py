@@ -8,6 +8,7 @@ the next one is submitted when the adapter's event says that one is done. Not a 
 import os
 import select
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +40,7 @@ class LMCacheClient(ServedEngine):
 class _Child:
     """The process that has the client."""
 
-    def __init__(self, _: None, options: dict[str, Any]) -> None:
+    def __init__(self, _: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
         import torch
         from lmcache.v1.distributed.api import ObjectKey
         from lmcache.v1.distributed.l2_adapters.s3_l2_adapter import S3L2Adapter, S3L2AdapterConfig
@@ -102,7 +103,8 @@ class _Child:
 
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        waiting, running = list(zip(self._keys, objects, strict=True)), set()
+        waiting = list(zip(self._keys, objects, strict=True))
+        running: set[int] = set()
         with busy(is_busy):
             cpu, start = cpu_seconds(), time.perf_counter()
             while waiting or running:

@@ -35,6 +35,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,7 +177,7 @@ def tokens_of(seed: str, count: int) -> list[int]:
     return [rng.randrange(1 << 17) for _ in range(count)]
 
 
-def ask(node: Node, name: str, case: str, prompt: list[int], step_s: float = 0.0) -> dict[str, float]:
+def ask(node: BareEngine, name: str, case: str, prompt: list[int], step_s: float = 0.0) -> dict[str, float]:
     """One request from its arrival to its end, in seconds; asked when something has come where ``step_s`` is 0."""
     request = node.request(name, prompt)
     hooks = node.scheduler
@@ -223,7 +224,7 @@ def _rest_of_a_step(hooks: Any) -> None:
     hooks.get_kv_connector_stats()
 
 
-def _until_told(node: Node, name: str) -> None:
+def _until_told(node: BareEngine, name: str) -> None:
     """Wait as vLLM does between two steps: for the thread that hashes a long prompt, or for the server."""
     state = node.scheduler._scheduler.side.state(name)
     if state.lookup is None:
@@ -291,9 +292,9 @@ def measure(
                             taken.setdefault((node.chunks, case, step_ms), []).append(sample)
                 known = node.prompts["host"][:tokens]
                 cpu_s = time.thread_time()
-                rooflines["hash"].append(_timed(lambda known=known: hash_only(known)))
+                rooflines["hash"].append(_timed(partial(hash_only, known)))
                 rooflines["hash_cpu"].append(time.thread_time() - cpu_s)
-                rooflines["ping"].append(_timed(lambda known=known: echo.ping(len(known) // CHUNK)))
+                rooflines["ping"].append(_timed(partial(echo.ping, len(known) // CHUNK)))
         for (chunks, case, step_ms), samples in sorted(taken.items()):
             row: dict[str, Any] = {"chunks_in_index": chunks, "tokens": tokens, "case": case}
             row |= {"steps": f"{step_ms:g} ms" if step_ms else "told", "requests": len(samples)}

@@ -137,7 +137,8 @@ class LMCache:
 
     def __init__(self, bucket: Bucket, blobs: Blobs) -> None:
         from host_bucket import lmcache_adapter, open_host_bucket
-        from lmcache_client import LMCACHE_PYTHON, LMCacheClient
+        from lmcache_client import LMCacheClient
+        from rival_systems import LMCACHE_PYTHON
 
         if not LMCACHE_PYTHON.exists():
             raise UnfitError("it is not installed. do: scripts/rivals")

@@ -239,7 +239,8 @@ def asking(echo: Echo) -> Any:
             if self._asked and not self._held and echo.is_answered():
                 echo.near.recv(ANSWER_BYTES)
                 self._held = set(self._asked)
-            return super().get_finished_jobs()
+            finished: list[Any] = super().get_finished_jobs()
+            return finished
 
     return Asking()
 
@@ -258,6 +259,7 @@ def manager_ms(keys: list[bytes]) -> float:
     context = ReqContext(uuid.uuid4().hex)
     started_s = time.perf_counter()
     manager.on_new_request(context)
+    answers: list[Any] = []
     for _ in range(2):
         answers = [manager.lookup(key, context) for key in keys]
         manager.on_schedule_end(ScheduleEndContext((), ()))
@@ -277,7 +279,9 @@ class Ours(Driver):
             time.sleep(POLL_S)
 
     def forget(self) -> None:
-        with ServerLink.of_directory(self.root) as link:
+        link = ServerLink.of_directory(self.root)
+        assert link is not None, "the server has gone"
+        with link:
             link.evict("host", b"", None, holes=True)
         super().forget()
 

@@ -377,8 +377,10 @@ def own_bytes(pid: int) -> int:
 
 def evict_host(root: Path, *what: str) -> None:
     """What ``tiered-kv evict --server`` asks for."""
+    info = read_info(root)
+    assert info is not None, "the server has gone"
     done = subprocess.run(
-        [PROGRAM, "evict", "--server", f"unix://{read_info(root).socket}", *what, "--yes"],
+        [PROGRAM, "evict", "--server", f"unix://{info.socket}", *what, "--yes"],
         check=False,
         capture_output=True,
         env=os.environ,

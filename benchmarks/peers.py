@@ -12,6 +12,7 @@ on one machine: both ends share its cores.
 """
 
 import argparse
+import io
 import json
 import os
 import statistics
@@ -71,6 +72,7 @@ def give(directory: Path) -> None:
     """Be the giving machine until standard input ends."""
     given = {"storage_uri": f"file://{directory}/disk", "peer_key_file": f"{directory}/key"}
     door = DoorProcess(Config.from_mapping(given | {"peer_listen": f"{GIVER}:{PORT}"}))
+    assert door._process is not None
     print(door._process.pid, flush=True)
     sys.stdin.read()
     door.close()
@@ -140,7 +142,7 @@ def roofline(directory: Path, giving: str, taking: str) -> tuple[float, float, f
         with subprocess.Popen(
             [*inside, taking, *ask.split()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as client:
-            assert client.stdin is not None and client.stdout is not None
+            assert client.stdin is not None and isinstance(client.stdout, io.BufferedReader)
             client.stdin.write(b"GET /file HTTP/1.0\r\n\r\n")
             client.stdin.flush()
             count = 0

@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2_064)
     options = parser.parse_args()
     build_model(MODEL, shape=KV8B)
-    engine = {"model": str(MODEL), "dtype": "bfloat16", "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+    engine: dict[str, Any] = {"model": str(MODEL), "dtype": "bfloat16", "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
     with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as directory:
         root, log = Path(directory) / "cache", Path(directory) / "engines.log"
         connector = {"storage_uri": root.as_uri(), "disk_bytes": "16GiB", "host_bytes": HOST_BYTES, "strict": True}

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from host_bucket import REGION
 from object_store import Http, make_blobs
 from processes import cpu_s
 from rival_copies import (
@@ -35,7 +34,7 @@ from rival_copies import (
     take_turns,
 )
 from rival_systems import Buckets, Setup, System, open_system, until_still
-from s3_service import Bucket, open_bucket
+from s3_service import REGION, Bucket, open_bucket
 from stepped import SteppedEngine
 
 from tiered_kv.location import parse_location
@@ -140,7 +139,7 @@ class RawObjects:
         content = random.Random(seed).randbytes(BYTES // FILES)
         for slot in self._blobs.slots:
             slot[-len(content) :] = content
-        sample = {}
+        sample: Sample = {}
         for what in ("put", "get"):
             figures = self._http.timed(what, THREADS, is_busy=False)  # which compares
             moved_gb = sum(map(len, self._blobs.slots)) / 1e9

@@ -124,10 +124,10 @@ def main() -> None:
         }
         rows.append(row)
         print(table([row], COLUMNS)[-1], flush=True)
-    found = [searches(chunks) for chunks in PROMPTS]
-    print("\n".join(["", *table(found, SEARCHES)]), flush=True)
+    searched = [searches(chunks) for chunks in PROMPTS]
+    print("\n".join(["", *table(searched, SEARCHES)]), flush=True)
     facts = machine("scale", **{name: value for name, value in vars(given).items() if name != "keep"})
-    finish("scale", {"fleets": rows, "searches": found}, facts, is_kept=given.keep)
+    finish("scale", {"fleets": rows, "searches": searched}, facts, is_kept=given.keep)
 
 
 if __name__ == "__main__":

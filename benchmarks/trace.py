@@ -34,7 +34,7 @@ from trace_policies import Cache, Lru, MultiQueue, Optimum, replay
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
 from tiered_kv.tiering.eviction import EvictionOrder
-from tiered_kv.tiering.eviction_policy import UseClock
+from tiered_kv.tiering.eviction_policy import EvictionPolicy, UseClock
 from tiered_kv.tiering.index import BlobState, GhostList, Index
 from tiered_kv.tiering.lru import Lru as ProductLru
 from tiered_kv.tiering.multi_queue import MultiQueue as ProductMultiQueue
@@ -74,7 +74,8 @@ def cache(name: str, size: int) -> Cache:
     if name.startswith("ours "):
         levels, generations = name.split()[1:]
         return MultiQueue(size, int(levels), float(generations))
-    return {"LRU": Lru, "ours": MultiQueue}[name](size)
+    makes: dict[str, Callable[[int], Cache]] = {"LRU": Lru, "ours": MultiQueue}
+    return makes[name](size)
 
 
 def shares(hits: Sequence[int], asked: Sequence[int]) -> dict[str, float]:
@@ -116,7 +117,7 @@ def replayed(name: str, size: int | None, replay: Replay) -> dict[str, Any]:
 class PolicyCost:
     """Prefixes of 64 chunks in one policy, as many as there are keys for."""
 
-    def __init__(self, make: Callable[[], ProductMultiQueue], key_count: int) -> None:
+    def __init__(self, make: Callable[[], EvictionPolicy], key_count: int) -> None:
         self.policy = make()
         keys = [number.to_bytes(16, "big") for number in range(key_count)]
         self.prefixes = [keys[start : start + 64][::-1] for start in range(0, key_count, 64)]
@@ -147,7 +148,7 @@ class PolicyCost:
 
 
 def costs(key_count: int = 1 << 17) -> list[dict[str, Any]]:
-    makes: dict[str, Callable[[], ProductMultiQueue]] = {
+    makes: dict[str, Callable[[], EvictionPolicy]] = {
         "LRU": partial(ProductLru, lambda _: 0, UseClock()),
         "ours": partial(ProductMultiQueue, {n.to_bytes(16, "big"): n // 64 % 5 for n in range(key_count)}.__getitem__),
     }
@@ -251,8 +252,8 @@ def run_section(section: str, pool: ProcessPoolExecutor) -> list[dict[str, Any]]
                 f"\n{row['policy']}: {row['use_us']:.2f} us per key used, {row['exchange_us']:.2f} us to find, remove "
                 f"and add one, {row['bytes_per_key']:.0f} bytes per key"
             )
-        for names, shares in NAMESPACES:
-            rows.append({"policy": f"{names} namespaces, {shares} shares", "exchange_us": eviction_us(names, shares)})
+        for spaces, shared in NAMESPACES:
+            rows.append({"policy": f"{spaces} namespaces, {shared} shares", "exchange_us": eviction_us(spaces, shared)})
             print(f"\n{rows[-1]['policy']}: {rows[-1]['exchange_us']:.2f} us to find, remove and add one chunk")
         rows.append({"policy": "gone", "bytes_per_key": gone_bytes()})
         print(f"\n{rows[-1]['bytes_per_key']:.0f} bytes per key that is gone and remembered")

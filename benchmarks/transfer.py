@@ -55,7 +55,7 @@ class Case:
         rng = np.random.default_rng(0)
         starts = rng.permutation(self.pool_blocks - self.blocks)[:64]
         scattered = [rng.permutation(self.pool_blocks)[: self.blocks] for _ in starts]
-        self.ids = cycle([np.arange(x, x + self.blocks) for x in starts] if consecutive else scattered)
+        self.ids: cycle[Any] = cycle([np.arange(x, x + self.blocks) for x in starts] if consecutive else scattered)
         last = LAYERS * (self.pool_blocks - self.blocks)
         self.offsets = cycle([int(row) * self.page for row in rng.permutation(last)[:64]])
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ def measure(root: Path, mib: int, runs: int) -> list[dict[str, Any]]:
                 drop(paths)
             for index, name in enumerate(names):
                 way = list(ways)[(run + index) % len(ways)]
-                taken[way].append(timed(lambda way=way, index=index: ways[way](index)))
-                taken["hash"].append(timed(lambda name=name: chain.form.verify(slot, name.key, None)))
+                taken[way].append(timed(partial(ways[way], index)))
+                taken["hash"].append(timed(partial(chain.form.verify, slot, name.key, None)))
                 taken["memcpy"].append(timed(lambda: spare.__setitem__(slice(None), slot)))
         rows.append(row(mib, state, {what: statistics.median(seconds) for what, seconds in taken.items()}, size))
     disk.close()
