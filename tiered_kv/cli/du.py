@@ -3,8 +3,6 @@
 import time
 from collections.abc import Sequence
 
-import msgspec
-
 from tiered_kv.cli.app import app
 from tiered_kv.cli.exits import EXIT_CODES
 from tiered_kv.cli.options import AsJson, Settings, Uri, look, open_uri
@@ -14,41 +12,9 @@ from tiered_kv.config import size_text
 from tiered_kv.errors import TieredKVError
 from tiered_kv.ops.blob_table import BlobTable
 from tiered_kv.ops.forest import Forest
-from tiered_kv.ops.listing import DuAge, set_self_test_apart, sum_up
+from tiered_kv.ops.listing import DuAge, LsNamespace, set_self_test_apart, sum_up
 from tiered_kv.ops.report import Report
 from tiered_kv.ops.storage import Content, Reader
-
-
-class DuNamespace(msgspec.Struct, frozen=True, kw_only=True):
-    """What one namespace takes.
-
-    Attributes:
-        namespace: Its digest.
-        model: The model in a few words, as the namespace's record says; null where there is none that can be read.
-        problem: Why there is no ``model``; null where there is.
-        chunks: Chunks stored, parts of states among them; one that lies under two names counts twice.
-        size_bytes: What they take of the tier.
-        states: Boundaries at which the state of the model's recurrent layers is stored; 0 where it has none.
-        state_parts: Chunks that are parts of states, also of such that lack others.
-        state_bytes: What these take of the tier.
-        chunks_behind_states: Chunks behind the last state of their prefix, which no hit brings.
-        tails: Chunks that are tails.
-        tail_bytes: What these take of the tier.
-        used_s: Last use of any chunk; null without chunks.
-    """
-
-    namespace: str
-    model: str | None
-    problem: str | None
-    chunks: int
-    size_bytes: int
-    states: int
-    state_parts: int
-    state_bytes: int
-    chunks_behind_states: int
-    tails: int
-    tail_bytes: int
-    used_s: float | None
 
 
 class DuReport(Report, frozen=True, kw_only=True):
@@ -76,7 +42,7 @@ class DuReport(Report, frozen=True, kw_only=True):
     stray_bytes: int
     own_bytes: int
     capacity_bytes: int | None
-    namespaces: list[DuNamespace]
+    namespaces: list[LsNamespace]
     ages: list[DuAge]
     notes: list[str]
 
@@ -119,7 +85,7 @@ def _report(storage: Reader, content: Content, now_s: float) -> DuReport:
         stray_bytes=sum(stray.size_bytes for stray in content.strays),
         own_bytes=content.own_bytes,
         capacity_bytes=capacity_bytes,
-        namespaces=msgspec.convert(namespaces, list[DuNamespace], from_attributes=True),
+        namespaces=namespaces,
         ages=ages,
         notes=content.notes,
     )
