@@ -133,26 +133,17 @@ class _RowPiece:
 
 @dataclass(slots=True)
 class _RowJob:
-    """One job.
+    """What stores and loads have in common.
 
     Attributes:
         places: Per row: its chunk's index among the names, ascending, and the row.
         spans: What of a row is copied.
         session: The user's session that asks for it, if it is one's.
         good: Per row: how it ended; None: it has not.
-        slots: Of rows copied to a slot that is not committed yet.
-        copied: Of a store, leading rows of which a copy was begun, or that were held.
         running: Copies that run.
-        pieces: Of a load, those that are looked up.
-        wanted: Of a load, places of rows that come through slots, ascending.
-        asked: How many of these are or were in a piece; of a store, leading rows that are stored.
         is_lent: The server reads and writes the rows itself, if it can.
-        lent: Leading rows that it was asked to read.
         used: Uses of rows by the server that are not over.
         is_asked_back: These are to end at once.
-        committed: Leading rows that are stored.
-        before: What stores the chunk before the first one of this job, and which of its rows that is.
-        polls: Of a load: how often it was gone on with.
         is_over: Nothing more is begun for it; it is told once no copy of it runs.
     """
 
@@ -161,27 +152,59 @@ class _RowJob:
     places: list[tuple[int, int]]
     spans: tuple[Span, ...]
     generation: int
-    is_load: bool
-    tag: bytes = b""
-    session: bytes = b""
-    lookup: int | None = None
+    session: bytes
     started_s: float = field(default_factory=time.monotonic)
     deadline_s: float = 0.0
-    good: list[bool | None] = field(default_factory=list)
+    good: list[bool | None] = field(init=False)
+    running: int = 0
+    is_lent: bool = False
+    used: int = 0
+    is_asked_back: bool = False
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.good = [None] * len(self.places)
+
+
+@dataclass(slots=True)
+class _StoreJob(_RowJob):
+    """One store.
+
+    Attributes:
+        lookup: What asks how much is held; None: that is known.
+        slots: Of rows copied to a slot that is not committed yet.
+        copied: Leading rows of which a copy was begun, or that were held.
+        committed: Leading rows that are stored.
+        asked: Leading rows that are or will be.
+        before: What stores the chunk before the first one of this job, and which of its rows that is.
+    """
+
+    tag: bytes = b""
+    lookup: int | None = None
     slots: dict[int, SlotId] = field(default_factory=dict)
     copied: int = 0
-    running: int = 0
     committed: int = 0
+    asked: int = 0
+    before: "tuple[_StoreJob, int] | None" = None
+
+
+@dataclass(slots=True)
+class _LoadJob(_RowJob):
+    """One load.
+
+    Attributes:
+        pieces: Rows that are looked up.
+        wanted: Places of rows that come through slots, ascending.
+        asked: How many of these are or were in a piece.
+        lent: Leading rows that the server was asked to read.
+        polls: How often it was gone on with.
+    """
+
     pieces: list[_RowPiece] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     asked: int = 0
-    is_lent: bool = False
     lent: int = 0
-    used: int = 0
-    is_asked_back: bool = False
-    before: "tuple[_RowJob, int] | None" = None
     polls: int = 0
-    is_over: bool = False
 
 
 class RowJobs:
@@ -211,9 +234,9 @@ class RowJobs:
         self._arena = ArenaKeeper(config, engine_id, join, _lending(rows, self.uses))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tiered_kv-rows")
         self._ended: deque[tuple[_RowJob, int, bool, _RowPiece | None]] = deque()
-        self._jobs: dict[int, _RowJob] = {}
-        self._waiting: deque[tuple[_RowJob, int]] = deque()  # rows for slots, in the order of their prefixes
-        self._storing: dict[bytes, tuple[_RowJob, int]] = {}  # by its name, what running jobs store
+        self._jobs: dict[int, _StoreJob | _LoadJob] = {}
+        self._waiting: deque[tuple[_StoreJob, int]] = deque()  # rows for slots, in the order of their prefixes
+        self._storing: dict[bytes, tuple[_StoreJob, int]] = {}  # by its name, what running jobs store
         self._committed: dict[bytes, int] = {}  # names of late, and the session's generation: an answer may be older
         self._leased = 0  # rows in pieces
         self._done: list[Done] = []
@@ -306,8 +329,7 @@ class RowJobs:
             spans: What of each row is stored; none: all of it.
         """
         places = sorted(places)
-        spans = spans or self._whole
-        made = _RowJob(job, names, places, spans, self.client.generation, is_load=False, tag=tag, session=session)
+        made = _StoreJob(job, names, places, spans or self._whole, self.client.generation, session, tag=tag)
         self._begin(made)
         if made.is_over:
             return
@@ -330,8 +352,8 @@ class RowJobs:
         session: bytes = b"",
     ) -> None:
         """Load rows, which nobody reads until the job is done; what is not here after ``wait_s`` ends badly."""
-        places, spans = sorted(places), spans or self._whole
-        made = _RowJob(job, names, places, spans, self.client.generation, is_load=True, session=session)
+        places = sorted(places)
+        made = _LoadJob(job, names, places, spans or self._whole, self.client.generation, session)
         made.deadline_s = made.started_s + wait_s
         self._begin(made)
         if not made.is_lent:
@@ -368,7 +390,7 @@ class RowJobs:
                 if job.used and not job.is_asked_back:
                     job.is_asked_back = True
                     self.uses.take_back(job.id)
-            elif job.is_load:
+            elif isinstance(job, _LoadJob):
                 self._go_on_loading(job)
             elif job.lookup is not None:
                 self._wait_for_held(job)
@@ -407,27 +429,28 @@ class RowJobs:
 
     # -- a job's way ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, job: _RowJob) -> None:
-        job.good = [None] * len(job.places)
+    def _begin(self, job: _StoreJob | _LoadJob) -> None:
         job.is_over = not self.is_ready or self.client.is_silent or job.names.namespace is not self.client.namespace
         job.is_lent = job.spans == self._whole and self.uses.is_lent
         self._jobs[job.id] = job
 
-    def _use_ended(self, job: _RowJob, place: int, end: UseEnd) -> None:
+    def _use_ended(self, job: _StoreJob | _LoadJob, place: int, end: UseEnd) -> None:
         """The server touches a row no more."""
         job.used -= 1
-        if end is UseEnd.ELSEWHERE:
+        if isinstance(job, _StoreJob):
+            job.good[place] = end is UseEnd.GOOD
+            job.deadline_s = time.monotonic() + WRITE_WAIT_S
+            if end is UseEnd.GOOD:
+                self._remember(job, place)
+        elif end is UseEnd.ELSEWHERE:
             job.wanted.append(place)
             job.wanted.sort()
-            return
-        job.good[place] = end is UseEnd.GOOD
-        if end is UseEnd.GOOD and not job.is_load:
-            self._remember(job, place)
-        job.deadline_s += 0 if job.is_load else time.monotonic() + WRITE_WAIT_S - job.deadline_s
-        if end is UseEnd.BAD and job.names.is_chain:
-            job.lent = len(job.places)  # what lies behind is of no use
+        else:
+            job.good[place] = end is UseEnd.GOOD
+            if end is UseEnd.BAD and job.names.is_chain:
+                job.lent = len(job.places)  # what lies behind is of no use
 
-    def _wait_for_held(self, job: _RowJob) -> None:
+    def _wait_for_held(self, job: _StoreJob) -> None:
         """Go on with a store once the server has said what is held: the rest waits for slots."""
         assert job.lookup is not None
         answer = self.client.lookups.get(job.lookup, LookupAnswer())
@@ -445,7 +468,7 @@ class RowJobs:
             job.before = self._storing.get(job.names.names[first - 1])
         self._queue(job, rest[: self._unbroken(job, rest, answer.held)])
 
-    def _queue(self, job: _RowJob, rest: list[int]) -> None:
+    def _queue(self, job: _StoreJob, rest: list[int]) -> None:
         """Have these rows of a store wait for slots."""
         job.asked = job.committed + len(rest)
         if not rest or len(self._waiting) + len(rest) > QUEUED_MAX:
@@ -462,7 +485,7 @@ class RowJobs:
         job.deadline_s = time.monotonic() + SLOT_WAIT_S
         self._waiting.extend((job, number) for number in rest)
 
-    def _wait_for_written(self, job: _RowJob) -> None:
+    def _wait_for_written(self, job: _StoreJob) -> None:
         """End a store whose rows are all written, or of which none was for too long since it was their turn."""
         now_s = time.monotonic()
         if job.before is not None:  # it stands in line, or did until now
@@ -472,7 +495,7 @@ class RowJobs:
                 job.before = None
         job.is_over = not job.used or now_s > min(job.deadline_s, job.started_s + WRITE_LAST_S)
 
-    def _unbroken(self, job: _RowJob, rest: list[int], held: int) -> int:
+    def _unbroken(self, job: _StoreJob, rest: list[int], held: int) -> int:
         """How many rows of a store can be found once they are stored: the chunk before each is there or on its way.
 
         On its way, as another job stores it, or was committed after the server counted what it held.
@@ -502,7 +525,7 @@ class RowJobs:
             else:
                 return
 
-    def _go_on_loading(self, job: _RowJob) -> None:
+    def _go_on_loading(self, job: _LoadJob) -> None:
         """Look up as many pieces as the session may lease, and copy what is ready of them."""
         if job.is_lent:
             self._lend(job)
@@ -522,7 +545,7 @@ class RowJobs:
         is_done = is_asked and not job.pieces and not job.used
         job.is_over |= is_done or (job.polls >= POLLS_MIN and time.monotonic() > job.deadline_s)
 
-    def _lend(self, job: _RowJob) -> None:
+    def _lend(self, job: _LoadJob) -> None:
         """Have the server read what it may read at once."""
         rest, room = len(job.places) - job.lent, self._read_max - self.uses.reading
         if not rest or self._is_in_line:
@@ -539,7 +562,7 @@ class RowJobs:
         else:
             job.is_over = True
 
-    def _go_on_with_piece(self, job: _RowJob, piece: _RowPiece) -> None:
+    def _go_on_with_piece(self, job: _LoadJob, piece: _RowPiece) -> None:
         if piece.lookup is None:
             if time.monotonic() >= piece.again_s:
                 self._look_up(job, piece)
@@ -562,27 +585,27 @@ class RowJobs:
         else:
             self._end_piece(job, piece)
 
-    def _look_up(self, job: _RowJob, piece: _RowPiece) -> None:
+    def _look_up(self, job: _LoadJob, piece: _RowPiece) -> None:
         first = job.places[piece.first][0]
         names = job.names.names[first : first + piece.count]
         piece.lookup = self.client.look_up_rows(names, may_search=False, session=job.session, load=job.id)
         job.is_over |= piece.lookup is None
 
-    def _ask_again(self, job: _RowJob, piece: _RowPiece) -> None:
+    def _ask_again(self, job: _LoadJob, piece: _RowPiece) -> None:
         """The rest is held, but its leases gave way, or host memory had no room for it: once more, in a moment."""
         job.is_over |= not self._confirm(job, piece)
         self._leased -= piece.copied
         piece.first, piece.count, piece.copied = piece.first + piece.copied, piece.count - piece.copied, 0
         piece.lookup, piece.is_claimed, piece.again_s = None, False, time.monotonic() + AGAIN_S
 
-    def _end_piece(self, job: _RowJob, piece: _RowPiece) -> None:
+    def _end_piece(self, job: _LoadJob, piece: _RowPiece) -> None:
         self._confirm(job, piece)
         job.pieces.remove(piece)
         self._leased -= piece.count
         # What lies behind a chunk that does not come is of no use.
         job.is_over |= not all(job.good[piece.first : piece.first + piece.count])
 
-    def _confirm(self, job: _RowJob, piece: _RowPiece) -> bool:
+    def _confirm(self, job: _LoadJob, piece: _RowPiece) -> bool:
         """Copies of a piece have ended: what was leased until now is right. False where rows are not."""
         is_leased = piece.lookup is not None and self.client.is_leased(piece.lookup, job.generation)
         is_right = is_leased or not piece.copied
@@ -604,7 +627,7 @@ class RowJobs:
         """In a thread of the pool."""
         is_copied, row = False, job.places[number][1]
         try:
-            is_copied = self._arena.copy(info, slot, self._rows[row], job.spans, is_load=job.is_load)
+            is_copied = self._arena.copy(info, slot, self._rows[row], job.spans, is_load=isinstance(job, _LoadJob))
         except Exception:  # the job would never end
             logger.exception("a row could not be copied. row=%d slot=%d", row, slot)
         self._ended.append((job, number, is_copied, piece))
@@ -616,7 +639,7 @@ class RowJobs:
         if piece is not None:
             piece.running -= 1
 
-    def _commit(self, job: _RowJob) -> None:
+    def _commit(self, job: _StoreJob) -> None:
         """Hand the server what was copied, in the order of the prefix."""
         if job.before is not None:
             other, number = job.before
@@ -634,30 +657,32 @@ class RowJobs:
         self.client.commit(filled)
         job.is_over |= job.committed == job.asked
 
-    def _remember(self, job: _RowJob, number: int) -> None:
+    def _remember(self, job: _StoreJob, number: int) -> None:
         """A row of a store is stored; what the server says of it next may be older."""
         self._committed[job.names.names[job.places[number][0]]] = job.generation
         while len(self._committed) > COMMITTED_MAX:
             del self._committed[next(iter(self._committed))]
 
-    def _finish(self, job: _RowJob) -> None:
+    def _finish(self, job: _StoreJob | _LoadJob) -> None:
         """No copy of it runs: tell how each row ended, and give back what it has."""
         del self._jobs[job.id]
-        for index, _ in job.places if not job.is_load else ():
-            if self._storing.get(job.names.names[index], (None, 0))[0] is job:
-                del self._storing[job.names.names[index]]
-        for piece in list(job.pieces):
-            self._end_piece(job, piece)
-        is_same = job.generation == self.client.generation
-        good = [bool(one) for one in job.good]
-        if not job.is_load:
-            good = [is_same and (number < job.committed or (one and job.is_lent)) for number, one in enumerate(good)]
-        if is_same:
-            self.client.give_back([slot for _, slot in sorted(job.slots.items())])
-            if job.lookup is not None:
-                self.client.release(job.lookup)
-            if job.is_load:
+        if isinstance(job, _StoreJob):
+            is_same = job.generation == self.client.generation
+            for index, _ in job.places:
+                if self._storing.get(job.names.names[index], (None, 0))[0] is job:
+                    del self._storing[job.names.names[index]]
+            if is_same:
+                self.client.give_back([slot for _, slot in sorted(job.slots.items())])
+                if job.lookup is not None:
+                    self.client.release(job.lookup)
+            ended = enumerate(job.good)
+            good = [is_same and (number < job.committed or (bool(one) and job.is_lent)) for number, one in ended]
+        else:
+            for piece in list(job.pieces):
+                self._end_piece(job, piece)
+            if job.generation == self.client.generation:
                 self.client.load_ended(job.id)
+            good = [bool(one) for one in job.good]
         copied = sum(1 for one in job.good if one) * sum(length for _, length in job.spans)
         self._done.append(Done(job.id, good, time.monotonic() - job.started_s, copied))
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiered_kv.vllm.offloading import TieredKVTier
+from tiered_kv.vllm.row_jobs import _LoadJob, _StoreJob
 
 
 def check_accounts(tier: TieredKVTier) -> None:
@@ -23,9 +24,11 @@ def check_accounts(tier: TieredKVTier) -> None:
     assert uses.reading == sum(use.is_load for use in uses._uses.values()), "reads are counted wrong"
     assert uses._asked_back == sum(use.waited_s is not None for use in uses._uses.values())
     assert +uses._running == Counter(use.generation for use in uses._uses.values())
-    assert jobs._leased == sum(piece.count for job in jobs._jobs.values() for piece in job.pieces), "leases differ"
+    loads = [job for job in jobs._jobs.values() if isinstance(job, _LoadJob)]
+    assert jobs._leased == sum(piece.count for job in loads for piece in job.pieces), "leases differ"
     client = jobs.client
-    slots = [slot for job in jobs._jobs.values() if job.generation == client.generation for slot in job.slots.values()]
+    stores = [job for job in jobs._jobs.values() if isinstance(job, _StoreJob) and job.generation == client.generation]
+    slots = [slot for job in stores for slot in job.slots.values()]
     assert client._taken == set(slots), "slots differ"
     assert all(job.id in jobs._jobs for job, _ in jobs._storing.values()), "a job that is over stores"
 
