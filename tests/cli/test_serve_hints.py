@@ -5,7 +5,7 @@ import json
 import socket
 import subprocess
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from tiered_kv.tiers.disk.pins import read_pins
 
 LIMITS = ("--host-bytes", "2MiB", "--disk-bytes", "160MiB", "--metrics-port", 0)
 TOKEN = "0123456789abcdef-a-token"
-Post = Callable[..., tuple[int, dict[str, Any]]]
 
 
 def port_of(line: str) -> int:

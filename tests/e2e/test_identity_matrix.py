@@ -65,8 +65,6 @@ def can_quantise_kv() -> bool:
     return "avx512f" in flags or "amx_tile" in flags
 
 
-quantised_kv = pytest.mark.skipif(not can_quantise_kv(), reason="FP8 KV on a CPU needs AVX-512 or AMX")
-
 CHANGES = {
     "weights_under_the_same_name": OTHER_WEIGHTS,
     "dtype": Change({"dtype": "float32"}, has_other_kv=True),

@@ -33,7 +33,6 @@ RECORD = b'{"a":1}'
 MEMORY_MAX = 64 << 20
 HUGE = 1 << 36
 DEEP = b"[" * 200_000
-NOT_A_DIRECTORY = "ENOTDIR"
 
 Plant = Callable[[Path, Path], None]
 
