@@ -20,7 +20,7 @@ from tiered_kv.metrics.figures import (
     TierFigures,
     TokenFigures,
 )
-from tiered_kv.metrics.names import ENGINE_EVENTS, ENGINE_PREFIX, SERVER_EVENTS, EventName
+from tiered_kv.metrics.names import ENGINE_EVENTS, ENGINE_PREFIX, SERVER_EVENTS, EventName, ShownIn
 
 GOLDEN = Path(__file__).parent / "exported_metrics.txt"
 
@@ -121,3 +121,12 @@ def test_everything_that_is_counted_has_a_row(
             pattern = re.sub(r"\{[^}]*\}", "[a-z_]+", name) if is_made else re.escape(name)
             assert any(re.fullmatch(pattern, row) for row in rows), f"{path.name} counts {name}"
     assert counted > 10
+
+
+def test_every_reason_is_explained(repository: Path) -> None:
+    """Who sees a failure or a drop counted finds what it means."""
+    page = (repository / "docs" / "metrics.md").read_text()
+    events = [*SERVER_EVENTS.values(), *ENGINE_EVENTS.values()]
+    reasons = {one.label or one.name for one in events if one.shown_in in (ShownIn.FAILURES, ShownIn.DROPPED_CHUNKS)}
+    assert len(reasons) > 30
+    assert {reason for reason in reasons if f"`{reason}`" not in page} == set()

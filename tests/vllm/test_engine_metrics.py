@@ -2,12 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import Counter as PromCounter
 
 from tests.kit.server.clients import CHUNK, SmallEngine, poll_until, settings
 from tests.kit.server.probe import figures, wait_ended, wait_written
@@ -16,6 +20,7 @@ from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens
 from tests.sim.vllm.asking import settings as patient
 from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tiered_kv.vllm import engine_metrics as module
+from tiered_kv.vllm.connector import TieredKVConnector
 from tiered_kv.vllm.engine_metrics import CopyMeter, SchedulerMeter, TieredKVStats, hit_sources
 from tiered_kv.vllm.requests import RequestState, SentLookup
 
@@ -253,6 +258,22 @@ def test_a_lost_session_is_shown_and_forgets_what_was_not_counted(measured: Meas
     assert not measured.meter._outcomes
     measured.meter.offered(state, 0)
     assert not measured.meter._outcomes
+
+
+def test_an_engine_that_never_says_anything_is_shown_as_one_without_a_session() -> None:
+    """One whose model is refused when it starts has no part of ours that could say so."""
+    registry, config = CollectorRegistry(), SimpleNamespace(kv_transfer_config=None)
+    kinds = {kind: partial(kind, registry=registry) for kind in (PromCounter, Gauge, Histogram)}
+    engines: dict[int, list[object]] = {number: ["m", str(number)] for number in (0, 1)}
+    shown = TieredKVConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], engines)
+
+    shown.observe({"gauges": {"connected": {"": 1.0}}}, engine_idx=1)
+
+    said = [
+        registry.get_sample_value("vllm:tiered_kv_connected", {"model_name": "m", "engine": str(number)})
+        for number in engines
+    ]
+    assert said == [0.0, 1.0]
 
 
 def test_copies_are_counted_per_rank() -> None:

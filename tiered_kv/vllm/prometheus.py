@@ -88,8 +88,10 @@ class TieredKVPromMetrics(KVConnectorPromMetrics):
             self._metrics[one.name] = classes[one.kind](
                 name=ENGINE_PREFIX + one.name, documentation=one.help, labelnames=[*labelnames, *one.labels], **more
             )
-            for engine in per_engine_labelvalues if not one.labels and one.kind is not MetricKind.GAUGE else ():
-                self._child(engine, one.name, "")  # is shown as 0 from the start
+            # An engine whose model is refused says nothing, ever, and must not look like one that is not there.
+            begins_at_0 = one.name == "connected" or one.kind is not MetricKind.GAUGE
+            for engine in per_engine_labelvalues if begins_at_0 and not one.labels else ():
+                self._child(engine, one.name, "")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take one engine's stats."""
