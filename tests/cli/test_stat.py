@@ -33,6 +33,7 @@ from tiered_kv.errors import TierUnavailable
 from tiered_kv.metrics.figures import ServerFigures, sum_operations
 from tiered_kv.ops.open import open_storage
 from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.server.worker_client import decline
 
 
 def report(*arguments: object) -> StatReport:
@@ -93,6 +94,20 @@ def test_it_shows_what_a_server_holds(engine: SmallEngine, root: Path) -> None:
     assert text.startswith("tokens    ")
     for word in ("host", "8 MiB", "disk", "in use", "Operations", "Counters", "pending_writes", "e/0", str(found.pid)):
         assert word in text
+
+
+def test_it_says_which_engines_take_part(engine: SmallEngine, root: Path) -> None:
+    socket = socket_of(root)
+    text = run("stat", "--server", socket).stdout
+    assert "e/0" in text and "no engine has joined" not in text
+    with ServerLink.of_socket(socket):  # or the server would end with its last client
+        engine.close()
+        wait_for(lambda: served("--server", socket).sessions == [], "the engine's end")
+        assert "sessions  none: no engine has joined" in run("stat", "--server", socket).stdout
+
+        decline(settings(root), "refused", "its layers are of a kind that is not cached")
+
+        assert "without the cache: 1 worker cannot take part" in run("stat", "--server", socket).stdout
 
 
 def test_what_was_not_worth_a_write_is_told_by_stat_and_top(root: Path) -> None:

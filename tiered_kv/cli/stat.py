@@ -130,6 +130,12 @@ def _report(uri: str | None, server: str | None, more: list[str] | None) -> Stat
 # -- a server ---------------------------------------------------------------------------------------------------------
 
 
+def _session_text(session: SessionFigures) -> str:
+    if not session.declined:
+        return session.state
+    return f"without the cache: {counted(session.declined, 'worker')} cannot take part, as vLLM's log explains"
+
+
 def _pinned_text(session: SessionFigures) -> str:
     if not session.pinned_bytes:
         return ""
@@ -141,7 +147,9 @@ def _show_server(figures: ServerFigures) -> None:
     counts = {name: count_text(count) for name, count in figures.tokens.decisions.items() if count}
     print(f"lookups   {decisions_text(counts)}")
     print(f"server    pid {figures.pid}, version {figures.version}, up {age_text(figures.uptime_s)}, ", end="")
-    print(f"{figures.clients} clients, {figures.hierarchy['lookups']} open lookups")
+    print(f"{counted(figures.clients, 'client')}, {counted(figures.hierarchy['lookups'], 'open lookup')}")
+    if not figures.sessions:
+        print("sessions  none: no engine has joined; the log of one that runs says why")
     print(f"directory {figures.directory}")
     print(f"storage   {figures.storage}\n")
     columns = ("tier", "used", "capacity", "chunks", "hit tokens", "read", "written", "read rate", "waiting", "state")
@@ -149,7 +157,10 @@ def _show_server(figures: ServerFigures) -> None:
     _show_part(
         "Sessions",
         ("engine", "namespace", "workers", "pinned", "state"),
-        [(one.engine, one.namespace or "", one.workers, _pinned_text(one), one.state) for one in figures.sessions],
+        [
+            (one.engine, one.namespace or "", one.workers, _pinned_text(one), _session_text(one))
+            for one in figures.sessions
+        ],
     )
     _show_part(
         "Namespaces",
