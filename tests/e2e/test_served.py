@@ -59,7 +59,7 @@ class Served:
     cache: Path
     prompts: list[int] = field(default_factory=list)
 
-    def chat(self, system: str, user: str) -> tuple[list[str], int]:
+    def chat(self, system: str, user: str, **more: object) -> tuple[list[str], int]:
         """Stream an answer: its pieces in the order they came, and how many prompt tokens were cached."""
         body = {
             "model": "tiny",
@@ -69,6 +69,7 @@ class Served:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **more,
         }
         pieces: list[str] = []
         usage: dict[str, Any] = {}
@@ -302,8 +303,12 @@ def dashboard_expressions(repository: Path) -> list[str]:
 
 
 @pytest.mark.timeout(400)
-def test_every_query_of_the_dashboard_names_metrics_of_the_scrape(counted: Counted, repository: Path) -> None:
-    expressions = dashboard_expressions(repository)
+def test_every_query_of_dashboard_and_alerts_names_metrics_of_the_scrape(counted: Counted, repository: Path) -> None:
+    page = (repository / "docs" / "metrics.md").read_text()
+    table = page[page.index("| Alert where |") : page.index("Below vLLM's own offloading the first one")]
+    alerts = re.findall(r"^\| `(.+?)` \| ", table, flags=re.MULTILINE)
+    assert len(alerts) > 5
+    expressions = [*dashboard_expressions(repository), *alerts]
     known = {name for family in counted.families.values() for name in (family.name, *(s.name for s in family.samples))}
     known |= {f"{family.name}_total" for family in counted.families.values() if family.type == "counter"}
     assert len(expressions) > 20
@@ -339,6 +344,26 @@ def test_what_leaves_a_tier_is_told_as_removed(counted: Counted, served: Served,
     assert {(event.medium, event.locality) for event in removed} == {("STORAGE", "LOCAL")}
     gone = {block for event in removed for block in event.block_hashes}
     assert gone == {block for event in stored for block in event.block_hashes}
+
+
+@pytest.mark.timeout(400)
+def test_what_is_shown_for_wrong_answers_is_answered_by_no_cache(
+    counted: Counted, served: Served, repository: Path
+) -> None:
+    page = (repository / "docs" / "troubleshooting.md").read_text()
+    section = page[page.index("## Wrong answers") : page.index("## No hits")]
+    (shown,) = re.findall(r"```json\n(.*?)```", section, flags=re.DOTALL)
+    alone = {name: given for name, given in json.loads(shown).items() if name not in ("model", "prompt")}
+    prompt = words(1, SHARED_WORDS), words(11, OWN_WORDS)
+    served.chat(*prompt)
+    cached, hit = served.chat(*prompt)
+    stored = value(served.scrape(), "stored_tokens_total")
+
+    computed, none = served.chat(*prompt, **alone)
+
+    assert (hit > 0, none) == (True, 0)
+    assert "".join(computed) == "".join(cached)
+    assert value(served.scrape(), "stored_tokens_total") == stored
 
 
 @pytest.mark.timeout(400)
