@@ -10,7 +10,15 @@ from tiered_kv.ops.prompts import prompt_keys, read_tokens
 
 
 @pytest.mark.parametrize(
-    "text", ["[7, 4294967295, 0]", " [7,4294967295,\n0] ", "7 4294967295 0", "7,4294967295,0", "7\n4294967295\n0\n"]
+    "text",
+    [
+        "[7, 4294967295, 0]",
+        " [7,4294967295,\n0] ",
+        "7 4294967295 0",
+        "7,4294967295,0",
+        "7\n4294967295\n0\n",
+        '{"count": 3, "max_model_len": 2048, "tokens": [7, 4294967295, 0], "token_strs": null}',
+    ],
 )
 def test_tokens_may_be_written_in_many_ways(text: str) -> None:
     assert read_tokens(text) == [7, 4294967295, 0]
@@ -23,6 +31,8 @@ def test_tokens_may_be_written_in_many_ways(text: str) -> None:
         ("[]", "holds none"),
         ("[1, 31337", "begins as JSON and is none"),
         ('{"prompt_token_ids": [31337]}', "JSON that is no list"),
+        ('{"tokens": 31337}', "JSON that is no list"),
+        ('{"tokens": ["31337"]}', "number 0 is no token id"),
         ('"31337"', "JSON that is no list"),
         ("[" * 100_000, "begins as JSON and is none"),
         ("[1, 313370000000]", "number 1 is no token id"),

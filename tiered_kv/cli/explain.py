@@ -31,8 +31,8 @@ def explain(
     tokens: Annotated[
         Path,
         typer.Option(
-            help="Token ids of the prompt: a JSON list, or numbers separated by spaces, commas or new lines; - reads "
-            "standard input.",
+            help="Token ids of the prompt: a JSON list, what vLLM's /tokenize answers, or numbers separated by spaces, "
+            "commas or new lines; - reads standard input.",
             show_default=False,
         ),
     ],

@@ -13,7 +13,10 @@ from tiered_kv.keys.extras import Salt, encode
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.prefix_keys import MAX_TOKEN, PrefixKeys
 
-EXPECTED: Final = "expected a JSON list of token ids, or whole numbers separated by spaces, commas or new lines"
+EXPECTED: Final = (
+    "expected a JSON list of token ids, what vLLM's /tokenize answers, or whole numbers separated by spaces, commas or "
+    "new lines"
+)
 
 
 def read_tokens(text: str) -> list[int]:
@@ -36,6 +39,8 @@ def _json_list(text: str) -> list[int]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         raise ConfigError(f"the file of tokens begins as JSON and is none: {EXPECTED}") from None
+    if isinstance(found, dict):
+        found = found.get("tokens")
     if not isinstance(found, list):
         raise ConfigError(f"the file of tokens holds JSON that is no list: {EXPECTED}")
     return found
