@@ -2,6 +2,7 @@
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +108,24 @@ def test_a_close_that_fails_releases_the_directory_all_the_same(tmp_path, monkey
     tier.close()
     monkeypatch.undo()
     open_disk(tmp_path).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["below a directory of root", "below what it may not see"])
+def test_a_user_who_may_not_make_the_directory_is_told_what_to_do(tmp_path: Path, is_hidden: bool) -> None:
+    root = (tmp_path if is_hidden else Path("/")) / "caches-of-nobody" / "kv"
+    told, telling = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        try:
+            open_disk(root)
+        except TierUnavailable as exc:
+            os.write(telling, str(exc).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(telling)
+    with open(told, "rb") as pipe:
+        said = pipe.read().decode()
+    assert f"this user may not make it: as root, install -d -m 0700 -o USER {root}" in said
+    assert not root.parent.exists()

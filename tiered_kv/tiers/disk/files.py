@@ -94,10 +94,14 @@ def make_root(path: Path) -> None:
     Raises:
         OSError: That cannot be, or there is a file in its place.
     """
-    for directory in reversed([path, *path.parents]):
-        if not directory.exists():
-            with contextlib.suppress(FileExistsError):  # another process was quicker
-                directory.mkdir(DIRECTORY_MODE)
+    try:
+        for directory in reversed([path, *path.parents]):
+            if not directory.exists():
+                with contextlib.suppress(FileExistsError):  # another process was quicker
+                    directory.mkdir(DIRECTORY_MODE)
+    except PermissionError as exc:
+        said = f"this user may not make it: as root, install -d -m 0700 -o USER {path}"
+        raise PermissionError(exc.errno, said, str(path)) from exc
     if not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "a file stands in its place", str(path))
 
