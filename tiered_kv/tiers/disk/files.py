@@ -100,6 +100,8 @@ def make_root(path: Path) -> None:
                 with contextlib.suppress(FileExistsError):  # another process was quicker
                     directory.mkdir(DIRECTORY_MODE)
     except PermissionError as exc:
+        if exc.errno != errno.EACCES:  # EPERM is the file system's, whoever asks
+            raise
         said = f"this user may not make it: as root, install -d -m 0700 -o USER {path}"
         raise PermissionError(exc.errno, said, str(path)) from exc
     if not path.is_dir():
