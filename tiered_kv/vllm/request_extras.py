@@ -5,7 +5,6 @@ serves as the alarm. If it yields a kind or a count that our extras do not accou
 nor stored. Called by the scheduler side, once per request and again when chunks grow out of its answer.
 """
 
-import contextlib
 import hashlib
 import re
 from collections import Counter
@@ -127,8 +126,14 @@ class RequestExtras:
         Raises:
             Unaccountable: The request must be left alone from now on; ``is_accountable`` is then false, too.
         """
-        with self._keeping_reason():
-            self._read_up_to(chunk_index + 1)
+        if self.reason is not None:
+            raise Unaccountable(self.reason)
+        if chunk_index >= len(self._encoded):
+            try:
+                self._read_up_to(chunk_index + 1)
+            except Unaccountable as exc:
+                self.reason = str(exc)
+                raise
         return self._encoded[chunk_index]
 
     def extras_of_tail(self, chunk_index: int, tokens: int) -> bytes:
@@ -137,17 +142,11 @@ class RequestExtras:
         Raises:
             Unaccountable: As for ``extras_for``.
         """
-        start = chunk_index * self._chunk_tokens
-        with self._keeping_reason():
-            return self._encode(start, start + tokens)
-
-    @contextlib.contextmanager
-    def _keeping_reason(self) -> Iterator[None]:
-        """Raise ``Unaccountable`` from now on once it was raised."""
         if self.reason is not None:
             raise Unaccountable(self.reason)
+        start = chunk_index * self._chunk_tokens
         try:
-            yield
+            return self._encode(start, start + tokens)
         except Unaccountable as exc:
             self.reason = str(exc)
             raise
