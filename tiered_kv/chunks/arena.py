@@ -5,6 +5,7 @@ Owned by the server (or by an in-process cache), mapped by every worker. A slab 
 Knows nothing of slots' contents or states (``tiering/slots.py``) and nothing of torch.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -208,11 +209,11 @@ class Arena:
 
     def forget_after_fork(self) -> None:
         """In a child of this process: have none of the memory, which would live as long as the child does."""
-        while self.slab_fds:
-            try:
-                self.close()
-            except BufferError:  # somebody's view, which goes with the child
-                self._maps.pop()
+        for let_go in (*(view.release for view in self._views), *(slab.close for slab in self._maps)):
+            with contextlib.suppress(BufferError):  # somebody's view, which goes with the child
+                let_go()
+        self._views, self._maps = [], []
+        self.close()
 
 
 def _check_slab(fd: int) -> None:
