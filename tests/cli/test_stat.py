@@ -99,11 +99,11 @@ def test_it_shows_what_a_server_holds(engine: SmallEngine, root: Path) -> None:
 def test_it_says_which_engines_take_part(engine: SmallEngine, root: Path) -> None:
     socket = socket_of(root)
     text = run("stat", "--server", socket).stdout
-    assert "e/0" in text and "no engine has joined" not in text
+    assert "e/0" in text and "no engine takes part" not in text
     with ServerLink.of_socket(socket):  # or the server would end with its last client
         engine.close()
         wait_for(lambda: served("--server", socket).sessions == [], "the engine's end")
-        assert "sessions  none: no engine has joined" in run("stat", "--server", socket).stdout
+        assert "sessions  none: no engine takes part" in run("stat", "--server", socket).stdout
 
         decline(settings(root), "refused", "its layers are of a kind that is not cached")
 

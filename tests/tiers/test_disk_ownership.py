@@ -117,12 +117,13 @@ def test_a_user_who_may_not_make_the_directory_is_told_what_to_do(tmp_path: Path
     told, telling = os.pipe()
     child = os.fork()
     if child == 0:
-        os.setuid(65534)
         try:
+            os.setuid(65534)
             open_disk(root)
         except TierUnavailable as exc:
             os.write(telling, str(exc).encode())
-        os._exit(0)
+        finally:
+            os._exit(0)
     os.waitpid(child, 0)
     os.close(telling)
     with open(told, "rb") as pipe:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kit.server.clients import namespace_fields
+from tests.kit.server.clients import STORED_BY, namespace_fields
 from tiered_kv.errors import ConfigError
 from tiered_kv.vllm.identity.rows import RowIdentity
 
@@ -102,12 +102,32 @@ def test_a_tier_that_joined_late_is_not_said_to_find_nothing(
 
 def test_an_engine_that_wakes_up_keeps_its_session(make_tier: Callable[[], Any]) -> None:
     """VLLM 0.33 asks workers again what they are, and tells it the tier, whenever an engine has slept."""
+    from tests.kit.vllm.their_tiers import StandIn
+
     tier = make_tier()
-    jobs, identity = tier._jobs, RowIdentity(namespace_fields(f"weights {type(tier).made}"), "test")
-    tier.begin([identity], f"theirs-{type(tier).made}")
+    jobs = tier._jobs
+    tier.begin([RowIdentity(namespace_fields(f"weights {StandIn.made}"), STORED_BY)], f"theirs-{StandIn.made}")
 
     assert tier._jobs is jobs
     assert jobs.is_ready
+    assert not tier._is_changed
+
+
+@pytest.mark.parametrize("now", [RowIdentity(b"{}", "test"), RowIdentity(refusal="cannot say"), None])
+def test_an_engine_that_wakes_up_as_another_is_left_alone(
+    make_tier: Callable[[], Any], now: RowIdentity | None
+) -> None:
+    from vllm.v1.kv_offload.base import LookupResult
+
+    tier, context = make_tier(), request()
+    tier.chunks[KEYS[0]] = True
+    assert tier.lookup(KEYS[0], context) is LookupResult.HIT
+    tier.begin([] if now is None else [now], f"theirs-{type(tier).made}")
+
+    assert tier.lookup(KEYS[0], context) is LookupResult.MISS
+    tier.submit_store(job(1, KEYS, request("another")))
+    tier.on_schedule_end(SimpleNamespace(new_req_ids=(), preempted_req_ids=()))
+    assert [one.success for one in tier.get_finished_jobs()] == [False]
 
 
 def test_a_shutdown_may_be_called_again(make_tier: Callable[[], Any]) -> None:

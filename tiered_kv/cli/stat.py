@@ -149,7 +149,7 @@ def _show_server(figures: ServerFigures) -> None:
     print(f"server    pid {figures.pid}, version {figures.version}, up {age_text(figures.uptime_s)}, ", end="")
     print(f"{counted(figures.clients, 'client')}, {counted(figures.hierarchy['lookups'], 'open lookup')}")
     if not figures.sessions:
-        print("sessions  none: no engine has joined; the log of one that runs says why")
+        print("sessions  none: no engine takes part; the log of one that runs says why")
     print(f"directory {figures.directory}")
     print(f"storage   {figures.storage}\n")
     columns = ("tier", "used", "capacity", "chunks", "hit tokens", "read", "written", "read rate", "waiting", "state")

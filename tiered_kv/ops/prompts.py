@@ -42,7 +42,7 @@ def _json_list(text: str) -> list[int]:
     if isinstance(found, dict):
         found = found.get("tokens")
     if not isinstance(found, list):
-        raise ConfigError(f"the file of tokens holds JSON that is no list: {EXPECTED}")
+        raise ConfigError(f"the file of tokens holds JSON that is no list, nor has one as tokens: {EXPECTED}")
     return found
 
 

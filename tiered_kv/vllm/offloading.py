@@ -248,6 +248,8 @@ class TieredKVTier(SecondaryTierManager):
     """
 
     medium: ClassVar[Any] = Medium.STORAGE
+    _identities: Sequence[RowIdentity] = ()
+    """What the workers said when the engine joined; ``_is_changed`` once they say something else."""
 
     def __init__(
         self,
@@ -302,7 +304,7 @@ class TieredKVTier(SecondaryTierManager):
         self._last_part = 0
         self._stores: list[tuple[TransferJob, _Request]] = []  # those of this step, which have not begun
         self._failed: list[Any] = []  # results of jobs that never began
-        self._is_told = self._has_refused_hints = False
+        self._is_told = self._has_refused_hints = self._is_changed = False
         self._metrics = RowMetrics()
         self._said: Counter[str] = Counter()  # by the reader of requests' parameters
         self._params = RequestParamsReader(
@@ -330,13 +332,15 @@ class TieredKVTier(SecondaryTierManager):
     def begin(self, identities: Collection[RowIdentity], engine_id: str) -> None:
         """The workers have said what the engine is: join the server.
 
-        From vLLM 0.33 on they are asked again when an engine wakes up. It has its session still, and its name: what was
-        stored before is not found any more if the sleep was a reset (:meth:`drain_jobs`).
+        From vLLM 0.33 on they are asked again when an engine wakes up. It has its session still; one that serves
+        something else than before, or cannot say what, is left alone from then on.
 
         Raises:
             TieredKVError: With ``strict``, they cannot be served.
         """
         if self._jobs is not None:
+            if list(identities) != self._identities:
+                self._leave_alone()
             return
         first = next(iter(identities), RowIdentity(refusal="no worker has said what it serves"))
         refusal = next((one.refusal for one in identities if one.refusal), first.refusal)
@@ -355,6 +359,7 @@ class TieredKVTier(SecondaryTierManager):
         pages = pages_on_the_wire([row], {"row": "vllm-offloading-row"})
         tokens = self._row_tokens
         join = m.JoinWorker(0, 1, tokens, tokens, first.fields, pages, stored_by=first.stored_by)
+        self._identities = list(identities)
         self._jobs = RowJobs(self._config, f"{engine_id}-rows", join, self._rows)
         self._hints = RowHints(self._jobs)
         if self._jobs.wait_ready(self._config.start_timeout_s):
@@ -364,6 +369,16 @@ class TieredKVTier(SecondaryTierManager):
         if self._config.strict:
             raise TieredKVError(f"the tier is not ready: {self._refusal}")
         logger.error("this engine starts without the tier %s: %s", self.tier_type, self._refusal)
+
+    def _leave_alone(self) -> None:
+        self._is_changed = True
+        for name in list(self._requests):
+            self._no_longer_waits(name)
+        logger.error(
+            "this engine says after a sleep that it serves something else than before: it goes on without the tier %s. "
+            "Start it anew",
+            self.tier_type,
+        )
 
     # -- what is held --------------------------------------------------------------------------------------------------
 
@@ -418,12 +433,16 @@ class TieredKVTier(SecondaryTierManager):
 
     def _may_load(self, request: _Request) -> bool:
         """Whether what is held for a request fits the adapter that ranks hold now, or will load."""
+        if self._is_changed:
+            return False
         if self.adapters is None or request.adapter is None:
             return not request.is_left_alone
         return self.adapters.may_look_up(request.adapter)
 
     def _may_store(self, request: _Request) -> bool:
-        if request.params.skips_save or request.resets != self._resets or request.is_left_alone or self._stream:
+        if request.params.skips_save or request.resets != self._resets or request.is_left_alone:
+            return False
+        if self._stream or self._is_changed:
             return False
         return self.adapters is None or self.adapters.may_store(request.adapter)
 
@@ -456,7 +475,7 @@ class TieredKVTier(SecondaryTierManager):
             self._tell_refusal()
             return LookupResult.MISS
         rows = request.of(key)
-        if rows is None or rows.step == self._step or not self._jobs.is_ready:
+        if rows is None or rows.step == self._step or self._is_changed or not self._jobs.is_ready:
             return LookupResult.MISS  # vLLM waits for the first such key of a prefix, and asks for no more of it
         self._take_keys(request, req_context)
         if not request.seen:  # vLLM's scheduler says where keys lie in a prompt before it asks for them

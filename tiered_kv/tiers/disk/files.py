@@ -17,6 +17,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import shlex
 import stat
 import threading
 from collections.abc import Callable, Collection, Iterable
@@ -102,7 +103,8 @@ def make_root(path: Path) -> None:
     except PermissionError as exc:
         if exc.errno != errno.EACCES:  # EPERM is the file system's, whoever asks
             raise
-        said = f"this user may not make it: as root, install -d -m 0700 -o USER {path}"
+        command = f"install -d -m 0700 -o USER {shlex.quote(str(path))}"
+        said = f"this user may not make it: as root, {command}, where USER may enter what is above it"
         raise PermissionError(exc.errno, said, str(path)) from exc
     if not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "a file stands in its place", str(path))
