@@ -60,6 +60,7 @@ class WorkerClient:
         self.pinned: PinnedArena | None = None
         self.pins_ahead = False
         self._told = m.Pinned(0, 0.0)
+        self._rest_ms = 0
         self._pins_from_s = 0.0
         self._lock_fd = -1
         self._leaving = threading.Lock()
@@ -145,36 +146,34 @@ class WorkerClient:
             if self._lock_fd < 0:
                 return  # left before this thread came to run
             watched.register(self._sock, select.POLLIN)  # the server has nothing more to say: this is its end
-        while not watched.poll(self._populate_some()):
+        while not watched.poll(self._rest_ms if self._populate_some() else POPULATE_EVERY_MS):
             if self._lock_fd < 0:
                 return  # left meanwhile: the number of the socket may be another file's by now
 
-    def _populate_some(self) -> int:
-        """Map or pin one part; returns the milliseconds to rest before the next."""
+    def _populate_some(self) -> bool:
+        """Map or pin one part; says whether there may be more, after ``_rest_ms``."""
+        self._rest_ms = 0
         with self._leaving:
             if self._lock_fd < 0:
-                return POPULATE_EVERY_MS
+                return False
             if self.arena.populate_some():
-                return 0
+                return True
             if self.pinned is None:
-                return POPULATE_EVERY_MS
-            if self.pins_ahead and (rest_ms := self._pin_some(self.pinned)) is not None:
-                return rest_ms
+                return False
+            if self.pins_ahead and self._pin_some(self.pinned):
+                return True
             self._tell_pinned(self.pinned)
-            return POPULATE_EVERY_MS
+            return False
 
-    def _pin_some(self, pinned: PinnedArena) -> int | None:
-        """Pin a window, or go on resting after the one before: memory that comes meanwhile is mapped all the same.
-
-        Returns:
-            The milliseconds to rest; None: there is nothing to pin.
-        """
+    def _pin_some(self, pinned: PinnedArena) -> bool:
+        """Pin a window, or go on resting after the one before: memory that comes meanwhile is mapped all the same."""
         if time.monotonic() >= self._pins_from_s:
             if not pinned.pin_some():
-                return None
+                return False
             self._pins_from_s = time.monotonic() + pinned.rest_s
         left_s = max(0.0, self._pins_from_s - time.monotonic())
-        return min(math.ceil(1e3 * left_s), POPULATE_EVERY_MS)
+        self._rest_ms = min(math.ceil(1e3 * left_s), POPULATE_EVERY_MS)
+        return True
 
     def _tell_pinned(self, pinned: PinnedArena) -> None:
         """Say what is pinned by now, if that has changed; later where the server does not read."""
