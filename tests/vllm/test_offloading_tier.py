@@ -119,15 +119,15 @@ def test_an_engine_that_wakes_up_as_another_is_left_alone(
 ) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
-    tier, context = make_tier(), request()
+    tier, before, after = make_tier(), request(), request("another")
     tier.chunks[KEYS[0]] = True
-    assert tier.lookup(KEYS[0], context) is LookupResult.HIT
+    assert tier.lookup(KEYS[0], before) is LookupResult.HIT
     tier.begin([] if now is None else [now], f"theirs-{type(tier).made}")
 
-    assert tier.lookup(KEYS[0], context) is LookupResult.MISS
-    tier.submit_store(job(1, KEYS, request("another")))
-    tier.on_schedule_end(SimpleNamespace(new_req_ids=(), preempted_req_ids=()))
-    assert [one.success for one in tier.get_finished_jobs()] == [False]
+    assert [tier.lookup(KEYS[0], one) for one in (before, after)] == [LookupResult.MISS] * 2
+    assert not any(tier._may_load(tier._request(one)) for one in (before, after))
+    tier.submit_store(job(1, KEYS, after))
+    assert [one.success for one in tier.completed_jobs] == [False]
 
 
 def test_a_shutdown_may_be_called_again(make_tier: Callable[[], Any]) -> None:

@@ -168,7 +168,7 @@ class _Request:
         step: The last one in which anything of it was looked up.
         is_open: Rows of full attention may be promoted.
         adapter: The LoRA adapter that it has.
-        is_left_alone: Nobody knows which one it has.
+        is_left_alone: Nobody knows which one it has, or what the engine serves now, or it has streaming input.
         prefix: All of its rows, where they are those of one prefix: of full attention, in one group.
         may_look_up: Whether ranks hold that adapter, as of ``step``.
         was_closed: They would have been, and so vLLM has asked for windows and states since.
@@ -372,8 +372,9 @@ class TieredKVTier(SecondaryTierManager):
 
     def _leave_alone(self) -> None:
         self._is_changed = True
-        for name in list(self._requests):
+        for name, request in self._known.items():
             self._no_longer_waits(name)
+            request.is_left_alone = True
         logger.error(
             "this engine says after a sleep that it serves something else than before: it goes on without the tier %s. "
             "Start it anew",
@@ -390,7 +391,8 @@ class TieredKVTier(SecondaryTierManager):
             (request.prefix,) = request.rows.values()
         request.is_open = request.prefix is not None or not request.forgetting
         request.params = self._read_params(req_context)
-        request.is_left_alone = bool(self._stream) and str(req_context.req_id) == self._stream
+        is_stream = bool(self._stream) and str(req_context.req_id) == self._stream
+        request.is_left_alone = self._is_changed or is_stream
         if self.adapters is not None:
             self._take_adapter(self.adapters, request, req_context.req_id)
         self._asking = None
@@ -433,16 +435,12 @@ class TieredKVTier(SecondaryTierManager):
 
     def _may_load(self, request: _Request) -> bool:
         """Whether what is held for a request fits the adapter that ranks hold now, or will load."""
-        if self._is_changed:
-            return False
-        if self.adapters is None or request.adapter is None:
+        if self.adapters is None or request.adapter is None or request.is_left_alone:
             return not request.is_left_alone
         return self.adapters.may_look_up(request.adapter)
 
     def _may_store(self, request: _Request) -> bool:
-        if request.params.skips_save or request.resets != self._resets or request.is_left_alone:
-            return False
-        if self._stream or self._is_changed:
+        if request.params.skips_save or request.resets != self._resets or request.is_left_alone or self._stream:
             return False
         return self.adapters is None or self.adapters.may_store(request.adapter)
 
@@ -475,7 +473,7 @@ class TieredKVTier(SecondaryTierManager):
             self._tell_refusal()
             return LookupResult.MISS
         rows = request.of(key)
-        if rows is None or rows.step == self._step or self._is_changed or not self._jobs.is_ready:
+        if rows is None or rows.step == self._step or not self._jobs.is_ready:
             return LookupResult.MISS  # vLLM waits for the first such key of a prefix, and asks for no more of it
         self._take_keys(request, req_context)
         if not request.seen:  # vLLM's scheduler says where keys lie in a prompt before it asks for them
